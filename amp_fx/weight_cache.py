@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from amp_fx.weights.entry import Entry
+    from amp_fx.weights.entry import CacheEntry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def stats() -> Stats:
         return dataclasses.replace(_count(entries), by_model=by_model)
 
 
-def _count(entries: Sequence[Entry]) -> Stats:
+def _count(entries: Sequence[CacheEntry]) -> Stats:
     distinct = {id(entry.value): entry for entry in entries}.values()  # shared values count once
     return Stats(
         entries=len(distinct),

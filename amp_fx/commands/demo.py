@@ -15,7 +15,7 @@ from rich.table import Table
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.bench.settings import choose, machine, parse_device
 from amp_fx.demo.generate import TEXTS, generate
-from amp_fx.demo.train import Settings, compare, statements, warm_up
+from amp_fx.demo.train import DemoSettings, compare, statements, warm_up
 from amp_fx.dtypes import dtype_name, low_dtype_named
 from amp_fx.errors import OptionError
 from amp_fx.options import COMPILERS, check_device_dtype
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from amp_fx.demo.generate import Texts, Writing
-    from amp_fx.demo.train import Comparison, Run
+    from amp_fx.demo.train import TrainingComparison, TrainingRun
 
-T = TypeVar("T", "Run", "Writing")
+T = TypeVar("T", "TrainingRun", "Writing")
 
 NUM_GIVEN = 6
 """Length of the prompt in tokens: the first ones of the training text."""
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def gain(comparison: Comparison, texts: Texts) -> str:
+def gain(comparison: TrainingComparison, texts: Texts) -> str:
     """Describes the speedup of this run in one sentence."""
     by_autocast = texts.autocast.step / texts.amp_fx.step
     by_float32 = texts.float32.step / texts.amp_fx.step
@@ -70,7 +70,7 @@ def gain(comparison: Comparison, texts: Texts) -> str:
     )
 
 
-def header(settings: Settings) -> str:
+def header(settings: DemoSettings) -> str:
     """Describes the machine and the model."""
     facts = machine(settings.device)
     size, device = settings.size, facts.get("gpu", facts["processor"])
@@ -82,11 +82,11 @@ def header(settings: Settings) -> str:
     )
 
 
-def parse_settings(args: argparse.Namespace) -> Settings:
+def parse_settings(args: argparse.Namespace) -> DemoSettings:
     """Checks and converts the arguments."""
     device, dtype = parse_device(args.device), low_dtype_named(args.dtype)
     check_device_dtype(device.type, dtype)
-    return Settings(
+    return DemoSettings(
         steps=_parse_steps(args.steps),
         device=device,
         dtype=dtype,
@@ -100,12 +100,12 @@ def _parse_steps(text: str) -> int:
     return int(text)
 
 
-def train(settings: Settings, console: Console) -> Comparison:
+def train(settings: DemoSettings, console: Console) -> TrainingComparison:
     """Trains all contenders, with a progress bar for each."""
     with Progress(console=console) as progress:
         tasks = {}
 
-        def show(run: Run) -> None:
+        def show(run: TrainingRun) -> None:
             if run.name not in tasks:
                 tasks[run.name] = progress.add_task(run.name, total=settings.steps)
             description = f"{run.name}, loss {run.losses[-1]:.3f}"
@@ -114,7 +114,7 @@ def train(settings: Settings, console: Console) -> Comparison:
         return compare(settings, show)
 
 
-def write(comparison: Comparison, settings: Settings, console: Console) -> Texts:
+def write(comparison: TrainingComparison, settings: DemoSettings, console: Console) -> Texts:
     """Generates a text in each way with the model that amp_fx trained, with a bar for each."""
     prompt = comparison.vocabulary.encode(statements())[:NUM_GIVEN].tolist()
     with Progress(console=console) as progress:
@@ -129,7 +129,7 @@ def write(comparison: Comparison, settings: Settings, console: Console) -> Texts
         return generate(comparison.model, prompt, settings, show)
 
 
-def results(comparison: Comparison) -> RenderableType:
+def results(comparison: TrainingComparison) -> RenderableType:
     """Returns the table of the training, with a column per contender."""
     float32, autocast, casts = comparison.float32, comparison.autocast, comparison.casts
     table = Table(title="training", title_justify="left")
@@ -150,7 +150,7 @@ def results(comparison: Comparison) -> RenderableType:
     return table
 
 
-def written(comparison: Comparison, texts: Texts) -> RenderableType:
+def written(comparison: TrainingComparison, texts: Texts) -> RenderableType:
     """Returns the table of the generation, and the text of amp_fx."""
     float32, autocast = texts.float32, texts.autocast
     table = Table(title="writing, token by token", title_justify="left")

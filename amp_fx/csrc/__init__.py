@@ -92,7 +92,7 @@ def _load(name: str, source: Path) -> Any:
         return None
 
 
-class _State:
+class _BuildState:
     """State that threads share."""
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class _State:
         self.started: dict[str, Future[Path]] = {}
 
 
-_state = _State()
+_state = _BuildState()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_state.reset)
 

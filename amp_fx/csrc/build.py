@@ -97,7 +97,7 @@ def start(name: str, source: Path, rejected: Path | None = None) -> Future[Path]
     The thread waits for the compiler, and for other processes that build the same library.
 
     Raises:
-        UnsupportedError: There is no compiler.
+        UnsupportedError: No compiler was found.
     """
     # Prepared here, because importing inductor in two threads at once is not safe.
     job = _job(name, source, rejected)
@@ -174,7 +174,7 @@ def _job(name: str, source: Path, rejected: Path | None) -> _Job:
     """Prepares a build and announces it in the log.
 
     Raises:
-        UnsupportedError: There is no compiler.
+        UnsupportedError: No compiler was found.
     """
     scratch = _scratch(source)
     folder = Path(scratch.name).parent

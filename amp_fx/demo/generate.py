@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from amp_fx.demo.models import GPT, Block
-    from amp_fx.demo.train import Settings
+    from amp_fx.demo.train import DemoSettings
 
 TEXTS = 5
 """Number of times that each contender generates the text after the first time."""
@@ -138,7 +138,7 @@ class Texts:
 def generate(
     model: GPT,
     prompt: Sequence[int],
-    settings: Settings,
+    settings: DemoSettings,
     on_text: Callable[[Writing], None] | None = None,
 ) -> Texts:
     """Generates a text with the length of the model's context with each contender.
@@ -161,7 +161,7 @@ def generate(
     return Texts(float32, amp_fx, autocast, len(prompt))
 
 
-def _writers(model: GPT, settings: Settings) -> tuple[Writer, Writer, Writer]:
+def _writers(model: GPT, settings: DemoSettings) -> tuple[Writer, Writer, Writer]:
     device_type, low, compiler = settings.device.type, settings.dtype, settings.compiler
     size = settings.size
     shape = (2, 1, size.heads, size.context, size.width // size.heads)

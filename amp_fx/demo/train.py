@@ -95,7 +95,7 @@ FUSED = ("cpu", "cuda")
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class DemoSettings:
     """Settings of the demo."""
 
     steps: int = 50
@@ -109,7 +109,7 @@ class Settings:
 
 
 @dataclasses.dataclass
-class Run:
+class TrainingRun:
     """Training of one contender: losses in nats per token, times in seconds."""
 
     name: str
@@ -133,18 +133,18 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class TrainingComparison:
     """Results of all contenders, and the model that amp_fx trained."""
 
-    float32: Run
-    amp_fx: Run
-    autocast: Run
+    float32: TrainingRun
+    amp_fx: TrainingRun
+    autocast: TrainingRun
     casts: Counter[str]
     model: GPT
     vocabulary: Vocabulary
 
     @property
-    def runs(self) -> tuple[Run, Run, Run]:
+    def runs(self) -> tuple[TrainingRun, TrainingRun, TrainingRun]:
         """The runs in the order in which the contenders alternate."""
         return (self.float32, self.amp_fx, self.autocast)
 
@@ -153,7 +153,7 @@ class Comparison:
 class Trainer:
     """A compiled copy of the model with its optimizer and loss scaler."""
 
-    run: Run
+    run: TrainingRun
     original: Loss
     model: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     region: Callable[[], contextlib.AbstractContextManager[Any]]
@@ -176,7 +176,9 @@ class Trainer:
         self.run.times.append(time.perf_counter() - start)
 
 
-def compare(settings: Settings, on_step: Callable[[Run], None] | None = None) -> Comparison:
+def compare(
+    settings: DemoSettings, on_step: Callable[[TrainingRun], None] | None = None
+) -> TrainingComparison:
     """Trains all contenders.
 
     Returns:
@@ -197,7 +199,7 @@ def compare(settings: Settings, on_step: Callable[[Run], None] | None = None) ->
                 on_step(trainer.run)
     float32, amp_fx, autocast = (trainer.run for trainer in trainers)
     trained = cast("GPT", trainers[1].original.model)
-    return Comparison(float32, amp_fx, autocast, stats.snapshot(), trained, vocabulary)
+    return TrainingComparison(float32, amp_fx, autocast, stats.snapshot(), trained, vocabulary)
 
 
 @contextlib.contextmanager
@@ -207,7 +209,7 @@ def empty_caches() -> Iterator[None]:
         yield
 
 
-def warm_up(settings: Settings) -> None:
+def warm_up(settings: DemoSettings) -> None:
     """Compiles a small layer with each backend, to exclude one-time initialization from times."""
     backends: dict[str, dict[str, Any]] = {
         settings.compiler: {},
@@ -240,14 +242,14 @@ def initialize(model: GPT) -> None:
     nn.init.normal_(model.position, std=0.02)
 
 
-def learning_rate(step: int, settings: Settings) -> float:
+def learning_rate(step: int, settings: DemoSettings) -> float:
     """Returns the learning rate of a step: warm-up for a tenth of the steps, then cosine decay."""
     warm_up = min(1.0, (step + 1) / max(1, settings.steps // 10))
     decay = 0.05 + 0.95 * (1 + math.cos(math.pi * step / settings.steps)) / 2
     return settings.learning_rate * warm_up * decay
 
 
-def _trainers(model: Loss, settings: Settings) -> tuple[Trainer, Trainer, Trainer]:
+def _trainers(model: Loss, settings: DemoSettings) -> tuple[Trainer, Trainer, Trainer]:
     device_type, dtype, compiler = settings.device.type, settings.dtype, settings.compiler
     options = {"dtype": dtype, "compiler": compiler}
     # float16 gradients need scaling; disabled scalers have no effect.
@@ -276,10 +278,10 @@ def _trainer(
     fused = next(original.parameters()).device.type in FUSED or None  # None: torch chooses
     optimizer = torch.optim.AdamW(original.parameters(), betas=(0.9, 0.95), fused=fused)
     compiled = torch.compile(original, **compile_arguments)
-    return Trainer(Run(name), original, compiled, region, scaler, optimizer)
+    return Trainer(TrainingRun(name), original, compiled, region, scaler, optimizer)
 
 
-def _batches(data: torch.Tensor, settings: Settings) -> Iterator[Batch]:
+def _batches(data: torch.Tensor, settings: DemoSettings) -> Iterator[Batch]:
     rng = torch.Generator().manual_seed(settings.seed)
     for _ in range(settings.steps):
         batch = random_batch(data, settings.batch, settings.size.context, rng)

@@ -231,7 +231,7 @@ def explain(
         explanation = explain_program(model, dtype=dtype, policy=policy)
         return dataclasses.replace(explanation, shows_all=all)
     target, settings = unwrap(model, "amp_fx.explain")
-    request = Request(
+    request = ExplainRequest(
         dtype=settings.dtype if dtype is None else as_dtype(dtype),
         policy=policy_for(policy, settings),
         device_type=device_type or settings.device_type,
@@ -250,7 +250,7 @@ def explain(
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class ExplainRequest:
     """Arguments of ``explain``."""
 
     dtype: torch.dtype | None
@@ -280,7 +280,10 @@ def _checked(options: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _explain(
-    model: Callable[..., Any], request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: Callable[..., Any],
+    request: ExplainRequest,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Explanation:
     stand_in = fake_stand_in(model, args, kwargs, request.device_type)
     try:
@@ -314,7 +317,7 @@ def _explain(
     return explanation
 
 
-def _products(explanation: Explanation, request: Request) -> str:
+def _products(explanation: Explanation, request: ExplainRequest) -> str:
     low = {bare_op(node.op) for node in explanation.nodes if node.dtype == explanation.dtype}
     options = Options.parse(request.options)
     return "" if is_strict(options) else described(getattr(torch, explanation.dtype), low)
@@ -336,7 +339,7 @@ def _name(model: Any) -> str:
 
 def capture_call(
     stand_in: StandIn,
-    request: Request,
+    request: ExplainRequest,
     watch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Capture:
     """Captures the graphs of one call of a stand-in."""
@@ -401,7 +404,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)
 
 
-def _dtype_of(capture: Capture, stand_in: StandIn, request: Request) -> str:
+def _dtype_of(capture: Capture, stand_in: StandIn, request: ExplainRequest) -> str:
     device = "cpu" if stand_in.imagined else stand_in.device_type
     states = [graph.state for graph in capture.graphs] or [AutocastState.ambient()]
     enabled = [state for state in states if device in state.enabled]

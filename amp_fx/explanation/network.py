@@ -38,7 +38,7 @@ def to_networkx(explanation: Explanation | GraphRecord, *, graph: int | None = N
         graph: Number of the graph to convert; None converts all graphs.
 
     Raises:
-        UnsupportedError: There is no graph with this number.
+        UnsupportedError: No graph has this number.
     """
     graphs = _graphs_of(explanation, graph)
     network: DiGraph = nx.DiGraph()

@@ -17,7 +17,7 @@ from amp_fx.graphs.decompose import NotPlainError, call_key
 from amp_fx.graphs.islands import is_bare_function, native_autocast
 from amp_fx.graphs.markers import MARKERS
 from amp_fx.graphs.metadata import CAST, DECISIONS, FLOAT8_NOTE, IS_CACHED, ISLAND, SITE, VALUE
-from amp_fx.graphs.places import Place, input_path, op_name, place_of
+from amp_fx.graphs.places import NodeLocation, input_path, op_name, place_of
 from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import analysis, argument_values, call_target, recorded_value, tensors_in
 from amp_fx.policies.float8 import float8_product
@@ -247,10 +247,10 @@ class GraphReader:
     def _label(self, node: fx.Node, kind: str) -> str:
         return input_path(node, self.frame) if kind in _INPUTS else op_name(node)
 
-    def _input_place(self, node: fx.Node, kind: str) -> Place:
+    def _input_place(self, node: fx.Node, kind: str) -> NodeLocation:
         """Returns the module that owns a weight; arguments belong to the root."""
         owner = "" if kind == "input" else self._label(node, kind).rpartition(".")[0]
-        return Place(owner)
+        return NodeLocation(owner)
 
     def _decisions(self, node: fx.Node) -> tuple[DecisionRecord, ...]:
         return tuple(

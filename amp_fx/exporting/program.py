@@ -71,7 +71,7 @@ def note_rewrite(gm: fx.GraphModule, policy: Policy, state: AutocastState) -> No
 
 
 def clean(gm: fx.GraphModule) -> None:
-    """Removes the metadata of passes, and metadata of torch that is no longer valid."""
+    """Removes the metadata of passes, and outdated metadata of torch."""
     for node in _nodes(gm):
         for key in _PASS_KEYS:
             node.meta.pop(key.name, None)

@@ -33,7 +33,7 @@ def lines_of(node: fx.Node) -> list[Line]:
     return [Line(file, int(number), name, code.strip()) for file, number, name, code in frames]
 
 
-class Place(NamedTuple):
+class NodeLocation(NamedTuple):
     """Location of an op in the user's program.
 
     Attributes:
@@ -58,11 +58,11 @@ class Place(NamedTuple):
         return f"{short_path(self.file)}:{self.line}: {self.code}" if self.file else ""
 
 
-def place_of(node: fx.Node, frame: CompileFrame = NO_FRAME) -> Place:
+def place_of(node: fx.Node, frame: CompileFrame = NO_FRAME) -> NodeLocation:
     """Returns the innermost module and source line of a node."""
     module, module_type = next(reversed(_modules_around(node, frame).items()), ("", ""))
     file, line, _, code = [Line("", 0, "", ""), *lines_of(node)][-1]
-    return Place(module, module_type, file, line, code)
+    return NodeLocation(module, module_type, file, line, code)
 
 
 def _modules_around(node: fx.Node, frame: CompileFrame) -> dict[str, str]:

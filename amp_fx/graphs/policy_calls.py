@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from amp_fx.policies.policy import Policy
 
 
-class _State(threading.local):
+class _ThreadState(threading.local):
     is_decided = False
     """True while a call runs that a mode has handled; outer modes ignore it."""
 
 
-_state = _State()
+_state = _ThreadState()
 
 
 def find_call(

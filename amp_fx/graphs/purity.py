@@ -103,7 +103,7 @@ def is_pure_op(op: OpOverload) -> bool:
 
 
 def why_impure(op: OpOverload) -> str:
-    """Returns the reason why an op is impure; an empty string if there is no known reason."""
+    """Returns the reason why an op is impure; empty if no reason is known."""
     schema = op._schema
     if schema.is_mutable:
         return "it writes to its arguments"

@@ -75,11 +75,15 @@ def fsdp_policy(
             PolicyWarning,
             stacklevel=2,
         )
-    fields: dict[str, Any] = {"reduce_dtype": torch.float32, "cast_forward_inputs": False, **kwargs}
     # The policy outlives sharding, so it must refer to the full weights weakly.
     low = WeakTensorKeyDictionary(dict.fromkeys(low_weights, True))
-    fields["param_dtype_override_fn"] = lambda weight: None if weight in low else weight.dtype
-    return MixedPrecisionPolicy(param_dtype=low_dtype, **fields)
+    settings: dict[str, Any] = {
+        "reduce_dtype": torch.float32,
+        "cast_forward_inputs": False,
+        **kwargs,
+        "param_dtype_override_fn": lambda weight: None if weight in low else weight.dtype,
+    }
+    return MixedPrecisionPolicy(param_dtype=low_dtype, **settings)
 
 
 def _check_version(policy: Any) -> None:

@@ -20,7 +20,7 @@ from amp_fx.tables.float8 import RECIPES
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from amp_fx.graphs.places import Place
+    from amp_fx.graphs.places import NodeLocation
     from amp_fx.tables.float8 import Scaling
 
 KERNEL = "amp_fx::float8_product"
@@ -65,7 +65,7 @@ class _ProductCall(ShadowedCall):
     def compare(
         self,
         results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        place: tuple[str, Place, int | None],
+        place: tuple[str, NodeLocation, int | None],
         operands: list[tuple[torch.Tensor, Scaling]],
     ) -> None:
         """Compares the result with that in the reference program and on the same operands."""

@@ -23,7 +23,7 @@ from amp_fx.backend.isolated_rows import composites_isolated, isolating
 from amp_fx.backend.rewrite import Reporting, rewrite
 from amp_fx.explanation.running import optimized
 from amp_fx.graphs.bodies import with_attributes_as_inputs
-from amp_fx.graphs.places import Place, place_of
+from amp_fx.graphs.places import NodeLocation, place_of
 from amp_fx.numerics.shadow import facts_of
 from amp_fx.numerics.trace import is_traced, op_label, traced_results
 from amp_fx.regions.module_stack import compile_frame
@@ -101,7 +101,7 @@ class _Value(NamedTuple):
         inputs: Where the op's inputs come from: other values, and inputs of the graph.
     """
 
-    place: Place
+    place: NodeLocation
     op: str
     inputs: tuple[_Origin, ...]
 

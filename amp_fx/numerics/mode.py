@@ -36,7 +36,7 @@ from amp_fx.numerics.storages import address_of
 from amp_fx.torch_private.modes import DisableTorchFunction
 
 if TYPE_CHECKING:
-    from amp_fx.graphs.places import Place
+    from amp_fx.graphs.places import NodeLocation
     from amp_fx.numerics.state import StateGuard
     from amp_fx.torch_private.ops import OpOverload
 
@@ -246,7 +246,7 @@ class ShadowedCall:
         results: Any,
         shadow: Any,
         repeated: Any,
-        place: tuple[str, Place, int | None],
+        place: tuple[str, NodeLocation, int | None],
         inside: set[int],
     ) -> OpRecord | None:
         stage, site, number = place
@@ -354,7 +354,7 @@ class ShadowedCall:
                 rounding.geometry = (result.size(), result.stride(), result.storage_offset())
         self.mode.roundings.setdefault(number, []).append(rounding)
 
-    def _new_record(self, stage: str, site: Place, result: torch.Tensor) -> OpRecord:
+    def _new_record(self, stage: str, site: NodeLocation, result: torch.Tensor) -> OpRecord:
         entries = [self.shadows.entry(t) for t in self.tensors]
         known = [entry for entry in entries if entry is not None]
         return OpRecord(
@@ -453,7 +453,7 @@ class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
         """Lists an op as not examined."""
         self.not_examined.setdefault((op, module), why)
 
-    def is_wanted(self, site: Place) -> bool:
+    def is_wanted(self, site: NodeLocation) -> bool:
         """Returns True if ops of a site are measured."""
         return self._modules is None or is_inside(site.module, self._modules)
 

@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from amp_fx.errors import PolicyError
-from amp_fx.graphs.places import Place
+from amp_fx.graphs.places import NodeLocation
 from amp_fx.policies.calls import is_changeable
 from amp_fx.policies.changes import expand_ops, name_of
 from amp_fx.regions.module_stack import current_stack
@@ -133,18 +133,18 @@ class Places:
 
     def __init__(self, notes: CallNotes) -> None:
         self._notes = notes
-        self._last: tuple[int, Place] = (-1, Place())
+        self._last: tuple[int, NodeLocation] = (-1, NodeLocation())
         self.roots: dict[int, tuple[str, torch.nn.Module]] = {}
         """The outermost modules that were called, by ``id``, with their names."""
 
-    def here(self, kernel: str) -> Place:
+    def here(self, kernel: str) -> NodeLocation:
         """The site of an op of the dispatcher, by its name: ``"aten::addmm"``."""
         number, site = self._last
         if self._notes.function is None or number != self._notes.number:
             stack = current_stack()
             self._note_root(stack)
             file, line = _user_line(sys._getframe(1))
-            site = Place(
+            site = NodeLocation(
                 module=name_of(stack),
                 module_type=getattr(stack[-1][1], "__name__", "") if stack else "",
                 file=file,

@@ -11,7 +11,7 @@ import torch
 from amp_fx.errors import OptionError
 from amp_fx.explanation.running import isolated
 from amp_fx.front.settings import unwrap
-from amp_fx.graphs.places import Place
+from amp_fx.graphs.places import NodeLocation
 from amp_fx.numerics.entry import name_of
 from amp_fx.numerics.graph_trace import traced
 from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
@@ -73,7 +73,7 @@ def record(
                 outcome = _compiled(trial, trace, step, settings, compiler)
             for what, value in outcome.items():
                 if what.startswith(("output", "gradient")) and is_traced(value):
-                    trace.add("result", Place(), what, value)
+                    trace.add("result", NodeLocation(), what, value)
         if path is not None:
             trace.save(path)
         return trace

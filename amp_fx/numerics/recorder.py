@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint
 
-from amp_fx.graphs.places import Place
+from amp_fx.graphs.places import NodeLocation
 from amp_fx.numerics.places import CallNotes, Names, Places
 from amp_fx.numerics.shadow import (
     facts_of,
@@ -47,7 +47,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.notes = CallNotes()
         self.places = Places(self.notes)
         self.names = Names(self.places, modules)
-        self._site_of: dict[int, Place] = {}
+        self._site_of: dict[int, NodeLocation] = {}
         self._last_number = latest_node_number()
 
     @contextlib.contextmanager
@@ -98,7 +98,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def see_wrapped(self, tensor: torch.Tensor) -> None:
         """Called with a tensor that consists of others, before their ops run."""
 
-    def place(self, kernel: str, tensors: list[torch.Tensor]) -> tuple[str, Place, int | None]:
+    def place(
+        self, kernel: str, tensors: list[torch.Tensor]
+    ) -> tuple[str, NodeLocation, int | None]:
         """Returns the stage and the site of an op that runs, and the number of its node.
 
         The stage is ``"forward"``, ``"backward"``, or ``"again"`` in a checkpoint. The site of an
@@ -117,8 +119,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_again = node is not None and is_in_checkpoint()
         return ("again" if is_again else "forward"), site, number if is_own else None
 
-    def _site_in_backward(self, node: Any, kernel: str) -> Place:
-        found = self._site_of.get(number_of(node)) or Place(op=_node_name(node))
+    def _site_in_backward(self, node: Any, kernel: str) -> NodeLocation:
+        found = self._site_of.get(number_of(node)) or NodeLocation(op=_node_name(node))
         if not is_custom(node):
             return found
         here = self.places.here(kernel)
@@ -128,9 +130,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Notes the number of the last node of autograd that is not a custom function's."""
         self._last_number = latest_node_number()
 
-    def site_of(self, number: int) -> Place:
+    def site_of(self, number: int) -> NodeLocation:
         """The site of the op with some node of autograd."""
-        return self._site_of.get(number, Place())
+        return self._site_of.get(number, NodeLocation())
 
 
 def is_in_checkpoint() -> bool:

@@ -34,7 +34,7 @@ _MOVING = ("_to_copy", "clone", "copy_", "_unsafe_view", "unsafe_split", "contig
 """Kernels that move or cast: how many there are is the torch version's affair."""
 
 Change = tuple[str, str, str, str]
-"""Place, what it is, before, now."""
+"""NodeLocation, what it is, before, now."""
 
 
 def of(report: Any) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class ReportDiff(Report):
 
     @property
     def rows(self) -> list[Change]:
-        """Place, what differs, before and after: suspects, dtypes of ops, and errors."""
+        """NodeLocation, what differs, before and after: suspects, dtypes of ops, and errors."""
         return changes(of(self.before), of(self.after), FACTOR)
 
     def to_dict(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from typing import Self
 
-    from amp_fx.graphs.places import Place
+    from amp_fx.graphs.places import NodeLocation
     from amp_fx.numerics.state import StateGuard
     from amp_fx.numerics.trace_diff import TraceDiff
     from amp_fx.torch_private.ops import OpOverload
@@ -93,7 +93,12 @@ class Trace:
             self._makers.put(tensor, makers)
 
     def add(
-        self, stage: str, place: Place, op: str, result: torch.Tensor, inputs: tuple[int, ...] = ()
+        self,
+        stage: str,
+        place: NodeLocation,
+        op: str,
+        result: torch.Tensor,
+        inputs: tuple[int, ...] = (),
     ) -> None:
         """Adds a result of an op.
 

@@ -158,14 +158,14 @@ def _frame_of(running: _Running, translator: InstructionTranslator) -> CompileFr
     first = code.co_varnames[0] if code.co_argcount else ""
     # Functions that resume a method after a graph break have the live variables in any order.
     name = first if isinstance(translator.f_locals.get(first), nn.Module) else "self"
-    own = translator.f_locals.get(name)
-    if not isinstance(own, nn.Module):
+    module = translator.f_locals.get(name)
+    if not isinstance(module, nn.Module):
         if running.modules or not _is_outermost(code):
             return CompileFrame(running.stack(), "", running.root)
         held = _modules_in(code, translator.f_globals, translator.f_locals)
         return CompileFrame(function=code, held=held)
-    positions = [i for i, module in enumerate(running.modules) if module is own]
-    modules = running.modules[: positions[-1] + 1] if positions else [*running.modules, own]
+    positions = [i for i, running_module in enumerate(running.modules) if running_module is module]
+    modules = running.modules[: positions[-1] + 1] if positions else [*running.modules, module]
     inside = _Running(modules, running.name)
     return CompileFrame(inside.stack(), f"L['{name}']", inside.root)
 

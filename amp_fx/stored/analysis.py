@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import UnsupportedError
-from amp_fx.explanation.entry import NEEDS_NUMBERS, Request, capture_call
+from amp_fx.explanation.entry import NEEDS_NUMBERS, ExplainRequest, capture_call
 from amp_fx.explanation.recorder import weights_of
 from amp_fx.explanation.running import fake_stand_in, module_tensors, real_stand_in, shared_weights
 from amp_fx.graphs.casts import is_widening
@@ -371,7 +371,7 @@ def _compiled_run(call: Call, stand_in: StandIn) -> tuple[Reads, dict[str, str]]
     """Returns the calls of the compiled program without gradients, and reasons from its graphs."""
     weights = named_weights(_module(stand_in))
     reads = Reads(weights)
-    request = Request(call.dtype, call.policy, options={"weight_cache": False})
+    request = ExplainRequest(call.dtype, call.policy, options={"weight_cache": False})
     with torch.no_grad(), call.region():
         capture = capture_call(stand_in, request, lambda: reads)
     reasons = dict.fromkeys(weights, _UNREAD)

@@ -31,7 +31,7 @@ class Operands(NamedTuple):
         bias: The tensor that is added; empty if there is none.
         has_rows_of_outputs: Whether the weight has the shape ``[outputs, inputs]``, like that of a
             linear layer.
-        offsets: The end of each expert's rows; empty if there is no such argument.
+        offsets: The end of each expert's rows; empty without such an argument.
     """
 
     input: str

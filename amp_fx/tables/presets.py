@@ -56,7 +56,7 @@ def nearest(version: Version) -> Version:
 
 
 def warn_unknown_torch(version: Version | None = None) -> None:
-    """Warns if there is no file for the installed torch."""
+    """Warns if the installed torch has no file."""
     version = torch_version() if version is None else version
     if version in VERSIONS:
         return

@@ -61,8 +61,8 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
 def mark_static(tensors: list[Tensor]) -> None:
     """Marks the addresses of tensors as static, like those of a module's parameters.
 
-    Inductor does not use CUDA graphs for functions that write other inputs. There is no guard: if
-    an address changes, as for gradients, the CUDA graph is recorded again.
+    Inductor does not use CUDA graphs for functions that write other inputs. No guard is installed:
+    if an address changes, as for gradients, the CUDA graph is recorded again.
     """
     from amp_fx.torch_private.dynamo import mark_static_address
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from amp_fx.errors import StaleWeightError
 from amp_fx.weights.engine import engine
-from amp_fx.weights.entry import Entry, compute, computing_values, description, same_bits
+from amp_fx.weights.entry import CacheEntry, compute, computing_values, description, same_bits
 from amp_fx.weights.sample import DeviceSample, SampledEntries, remember, remember_again
 from amp_fx.weights.store import STORE
 from amp_fx.weights.stream_order import accelerator_devices
@@ -223,7 +223,7 @@ class CachedCall:
         """Returns code with the values as its constants, and the values; None without ``bind``."""
         return None if self._bind is None else (self._bind(values), tuple(values))
 
-    def _entry(self, spec: ValueSpec, weights: Weights) -> Entry | None:
+    def _entry(self, spec: ValueSpec, weights: Weights) -> CacheEntry | None:
         """Returns the entry of a value; None if its weights cannot be watched."""
         entry = STORE.entry(spec, weights, self.owner)
         if entry is not None:

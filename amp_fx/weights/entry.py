@@ -50,7 +50,7 @@ class ValueSpec(Protocol):
         """Returns dtype and strides of the value if it is a cast of one weight, else None."""
 
 
-class Entry:
+class CacheEntry:
     """One value of the store.
 
     Attributes:

@@ -247,7 +247,7 @@ def keep(fn: Callable[..., Value], *weights: torch.Tensor, verify: str = "sample
         A callable that returns the value. Its first call runs ``fn``.
 
     Raises:
-        KeepError: There is no weight, or a weight is not a strided tensor with data. Raised by
+        KeepError: No weight was passed, or a weight is not a strided tensor with data. Raised by
             the first call if ``fn`` returns anything but tensors, a tensor that requires a
             gradient, or a view of a weight; if it writes to a weight; or if it reads a tensor that
             is not among the weights.

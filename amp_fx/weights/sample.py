@@ -25,7 +25,7 @@ from amp_fx.weights.store import STORE
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from amp_fx.weights.entry import Entry, Weights
+    from amp_fx.weights.entry import CacheEntry, Weights
 
 MIN_SAMPLED = 64
 """Minimum number of sampled elements per weight. Every element of a dense weight with fewer than
@@ -42,13 +42,13 @@ FIRST_CALLS = 4
 """Number of first calls that each start a comparison."""
 
 
-class SampledEntries(tuple["Entry", ...]):
+class SampledEntries(tuple["CacheEntry", ...]):
     """Entries of one set of weights of a graph, with the state of their comparisons."""
 
     num_calls = 0
     due = 1
 
-    def __init__(self, _: Iterable[Entry]) -> None:
+    def __init__(self, _: Iterable[CacheEntry]) -> None:
         self.answers: defaultdict[Any, HostCopy] = defaultdict(HostCopy)
 
     def room(self, device: torch.device, dtype: torch.dtype) -> int:
@@ -136,14 +136,14 @@ class _WeightSample(NamedTuple):
         return self.grid.of(weights[self.position])
 
 
-_samples: weakref.WeakKeyDictionary[Entry, tuple[int, list[_WeightSample]]]
+_samples: weakref.WeakKeyDictionary[CacheEntry, tuple[int, list[_WeightSample]]]
 _samples = weakref.WeakKeyDictionary()
 """For each entry, the number of computations of its value and the samples of the latest one."""
 
 _random = random.Random()  # does not advance the user's generator
 
 
-def remember(entries: Iterable[Entry]) -> None:
+def remember(entries: Iterable[CacheEntry]) -> None:
     """Samples the weights of fresh values that have no samples yet.
 
     The current streams read the weights after they have computed the values.
@@ -169,12 +169,12 @@ def remember(entries: Iterable[Entry]) -> None:
                 samples.append(_WeightSample(i, grid, elements))
 
 
-def remember_again(entries: Iterable[Entry]) -> None:
+def remember_again(entries: Iterable[CacheEntry]) -> None:
     """Samples weights again whose values were recomputed since their samples."""
     remember([entry for entry in entries if entry in _samples])
 
 
-def _has_sample(entry: Entry) -> bool:
+def _has_sample(entry: CacheEntry) -> bool:
     num_computed, _ = _samples.get(entry, (-1, ()))
     return bool(num_computed == entry.slot.made)
 
@@ -189,7 +189,9 @@ class DeviceSample:
     def start(self, entries: SampledEntries) -> None:
         """Starts a comparison of the weights of all fresh values."""
         with torch.profiler.record_function("amp_fx::sample"), computing_values():
-            groups: defaultdict[Any, list[tuple[Entry, _WeightSample, Weights]]] = defaultdict(list)
+            groups: defaultdict[Any, list[tuple[CacheEntry, _WeightSample, Weights]]] = defaultdict(
+                list
+            )
             for entry in entries:
                 weights = _fresh_weights(entry)
                 if weights is not None and _has_sample(entry):
@@ -225,7 +227,10 @@ class _Comparison:
     """
 
     def __init__(
-        self, answer: HostCopy, sampled: Sequence[tuple[Entry, _WeightSample, Weights]], room: int
+        self,
+        answer: HostCopy,
+        sampled: Sequence[tuple[CacheEntry, _WeightSample, Weights]],
+        room: int,
     ) -> None:
         self.answer = answer
         self._sampled = [(weakref.ref(e), e.slot.made, s.position) for e, s, _ in sampled]
@@ -256,7 +261,7 @@ class _Comparison:
         return changed
 
 
-def _fresh_weights(entry: Entry) -> Weights | None:
+def _fresh_weights(entry: CacheEntry) -> Weights | None:
     """Returns the weights of a fresh value; None if the value is stale or an alias."""
     weights = None if entry.spec.is_alias else entry.weights()
     # Another thread may assign new data to a weight, so each weight's memory is looked up once.

@@ -29,7 +29,7 @@ from amp_fx.weights.write_signals import is_capturing
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from amp_fx.weights.entry import Entry
+    from amp_fx.weights.entry import CacheEntry
 
     Computed = tuple[torch.Tensor, Callable[..., Any], tuple[torch.Tensor, ...]]
 
@@ -61,10 +61,10 @@ class HitTracker:
 
     def __init__(self, max_unused: int) -> None:
         self._max_unused = max_unused
-        self._counts: weakref.WeakKeyDictionary[Entry, tuple[int, int]]
+        self._counts: weakref.WeakKeyDictionary[CacheEntry, tuple[int, int]]
         self._counts = weakref.WeakKeyDictionary()
 
-    def is_used(self, entry: Entry) -> bool:
+    def is_used(self, entry: CacheEntry) -> bool:
         """Returns True if a value is worth recomputing. Call it once before each recomputation."""
         previous_hits, num_unused = self._counts.get(entry, (-1, 0))
         hits = entry.slot.hits
@@ -121,7 +121,7 @@ class StepCopies:
             else:
                 engine().mark([weight for _, weight in pairs])
 
-    def _pairs(self, weights: Sequence[torch.Tensor]) -> list[tuple[Entry, torch.Tensor]]:
+    def _pairs(self, weights: Sequence[torch.Tensor]) -> list[tuple[CacheEntry, torch.Tensor]]:
         """Returns the entries that a step can write, each with its weight."""
         return [
             (entry, weight)
@@ -142,7 +142,7 @@ def _can_be_written(spec: Any) -> bool:
 
 def _targets(
     weights: Sequence[torch.Tensor],
-    pairs: Sequence[tuple[Entry, torch.Tensor]],
+    pairs: Sequence[tuple[CacheEntry, torch.Tensor]],
     values: Sequence[Any],
 ) -> Targets:
     aliases = {id(weight): engine().alias(weight) for _, weight in pairs}
@@ -160,7 +160,7 @@ def _targets(
 
 
 def _begin(
-    pairs: Sequence[tuple[Entry, torch.Tensor]], devices: tuple[torch.device, ...]
+    pairs: Sequence[tuple[CacheEntry, torch.Tensor]], devices: tuple[torch.device, ...]
 ) -> tuple[Any, list[Any]] | None:
     """Records the state of the weights before a step.
 
@@ -194,7 +194,7 @@ def _begin(
 
 
 def _end(
-    pairs: Sequence[tuple[Entry, torch.Tensor]],
+    pairs: Sequence[tuple[CacheEntry, torch.Tensor]],
     started: Any,
     values: Sequence[Any],
     devices: tuple[torch.device, ...],

@@ -22,7 +22,7 @@ from amp_fx.torch_private.kernels import foreach_copy_
 from amp_fx.torch_private.tensors import data_address
 from amp_fx.weights.compiled_prepare import empty_values, is_compiled, write_values
 from amp_fx.weights.engine import engine
-from amp_fx.weights.entry import Entry, compute, computing_values, copied_into, read_only
+from amp_fx.weights.entry import CacheEntry, compute, computing_values, copied_into, read_only
 from amp_fx.weights.spread import part_of
 from amp_fx.weights.stream_order import StreamOrder
 from amp_fx.weights.swaps import before_swaps
@@ -48,8 +48,8 @@ class Store:
     def __init__(self) -> None:
         self.streams = StreamOrder()
         self.limit: int | None = None
-        self.entries: dict[Key, Entry] = {}
-        self._by_weight: defaultdict[int, dict[Key, Entry]] = defaultdict(dict)
+        self.entries: dict[Key, CacheEntry] = {}
+        self._by_weight: defaultdict[int, dict[Key, CacheEntry]] = defaultdict(dict)
         self._num_entries_at_limit: int | None = None
         self._lock = threading.RLock()
         self._depth = 0
@@ -109,7 +109,7 @@ class Store:
             with self.locked():
                 self.streams.wait(devices)
 
-    def entry(self, spec: ValueSpec, weights: Weights, owner: str) -> Entry | None:
+    def entry(self, spec: ValueSpec, weights: Weights, owner: str) -> CacheEntry | None:
         """Returns the entry of a value, bound to the current memory of the weights.
 
         Returns None if writes to a weight would not be detected.
@@ -126,16 +126,16 @@ class Store:
             self.drop(entry)
         return self._new_entry(key, spec, weights, owner) if _watch_all(weights) else None
 
-    def of_weight(self, weight: torch.Tensor) -> list[Entry]:
+    def of_weight(self, weight: torch.Tensor) -> list[CacheEntry]:
         """Returns the entries of values computed from a weight."""
         return list(self._by_weight.get(id(weight), {}).values())
 
-    def _new_entry(self, key: Key, spec: ValueSpec, weights: Weights, owner: str) -> Entry:
+    def _new_entry(self, key: Key, spec: ValueSpec, weights: Weights, owner: str) -> CacheEntry:
         install()
         _drop_before_swaps()
         # Another thread may assign new data to a weight, so each weight's memory is looked up once.
         current = tuple(weight.detach() for weight in weights)
-        entry = Entry(key, engine().CacheSlot(current, spec.is_alias), spec, weights, owner)
+        entry = CacheEntry(key, engine().CacheSlot(current, spec.is_alias), spec, weights, owner)
         on_freed = functools.partial(self._on_weight_freed, weakref.ref(entry))
         for weight in weights:
             finalizer = weakref.finalize(weight, self.run_when_unlocked, on_freed)
@@ -145,7 +145,7 @@ class Store:
         self.entries[key] = entry
         return entry
 
-    def _rebind(self, entry: Entry, weights: Weights) -> None:
+    def _rebind(self, entry: CacheEntry, weights: Weights) -> None:
         """Binds entries to the weights' current memory and drops aliases of the old memory."""
         rebound = {entry}
         for weight in weights:
@@ -159,7 +159,7 @@ class Store:
                     other.slot.value = None
                     other.is_cast = other.is_in_foreach_copy = False
 
-    def refresh(self, entries: Sequence[Entry], weights: Sequence[Weights]) -> None:
+    def refresh(self, entries: Sequence[CacheEntry], weights: Sequence[Weights]) -> None:
         """Recomputes stale values.
 
         Args:
@@ -194,7 +194,9 @@ class Store:
             engine().start((started,), (weights,))
             return started
 
-    def adopt(self, entry: Entry, value: Any, started: Any, positions: tuple[int, ...]) -> None:
+    def adopt(
+        self, entry: CacheEntry, value: Any, started: Any, positions: tuple[int, ...]
+    ) -> None:
         """Stores a value that was computed after ``start``.
 
         The value is stale if a weight was written since ``start``.
@@ -213,7 +215,7 @@ class Store:
             entry.set_value_bytes(value, weights)
 
     def _recompute(
-        self, entries: Sequence[Entry], sources: Sequence[Weights], olds: Sequence[Any]
+        self, entries: Sequence[CacheEntry], sources: Sequence[Weights], olds: Sequence[Any]
     ) -> list[Any]:
         """Computes values in the memory of the old values if that can be reused.
 
@@ -254,7 +256,7 @@ class Store:
             foreach_copy_(targets, copied)
         return values
 
-    def _allocate_or_compute(self, entry: Entry, weights: Weights, old: Any) -> Any:
+    def _allocate_or_compute(self, entry: CacheEntry, weights: Weights, old: Any) -> Any:
         """Allocates memory for a cast, which the caller fills, or computes any other value."""
         layout = None if entry.spec.is_alias else entry.spec.cast_layout(weights[0])
         if layout is not None:
@@ -269,7 +271,7 @@ class Store:
         entry.set_value_bytes(value, weights)
         return value
 
-    def drop(self, entry: Entry) -> None:
+    def drop(self, entry: CacheEntry) -> None:
         """Removes an entry; frees its value and the code that is bound to the value."""
         entry.slot.value = None
         if self.entries.get(entry.key) is entry:
@@ -284,7 +286,7 @@ class Store:
             finalizer.detach()
         _evict_code([entry])
 
-    def _evict(self, entries: Sequence[Entry]) -> None:
+    def _evict(self, entries: Sequence[CacheEntry]) -> None:
         """Frees stale values and the code bound to them, including entries that share a value."""
         evicted = set(entries)
         for entry in entries:
@@ -302,12 +304,12 @@ class Store:
             if not entry.calls:
                 self.drop(entry)
 
-    def _on_weight_freed(self, ref: weakref.ref[Entry]) -> None:
+    def _on_weight_freed(self, ref: weakref.ref[CacheEntry]) -> None:
         entry = ref()
         if entry is not None and entry.value is not None:
             self.drop(entry)
 
-    def enforce_limit(self, entries: Sequence[Entry]) -> None:
+    def enforce_limit(self, entries: Sequence[CacheEntry]) -> None:
         """Drops values without hits until the limit is met, those of ``entries`` last."""
         limit = self.limit
         if limit is None or self.num_bytes <= limit:
@@ -320,7 +322,7 @@ class Store:
         self._num_entries_at_limit = len(self.entries)
 
     def shrink(
-        self, num_bytes: int, *, spared: Iterable[Entry] = (), is_unused_only: bool = False
+        self, num_bytes: int, *, spared: Iterable[CacheEntry] = (), is_unused_only: bool = False
     ) -> None:
         """Drops values with the fewest hits until the rest take at most ``num_bytes``."""
         spared_entries = set(spared)
@@ -331,7 +333,7 @@ class Store:
                 self.drop(entry)
 
 
-def _moved(entry: Entry, value: Any, weights: Weights) -> Any:
+def _moved(entry: CacheEntry, value: Any, weights: Weights) -> Any:
     """Returns a new value, in huge pages if it is one large tensor with memory of its own."""
     if entry.spec.is_alias or isinstance(value, tuple):
         return value
@@ -339,13 +341,13 @@ def _moved(entry: Entry, value: Any, weights: Weights) -> Any:
     return value if is_view else in_huge_pages(value)
 
 
-def _evict_code(entries: Iterable[Entry]) -> None:
+def _evict_code(entries: Iterable[CacheEntry]) -> None:
     """Drops compiled code that was bound to evicted values."""
     for call in {call for entry in entries for call in entry.calls}:
         call.evict()
 
 
-def _can_refill(entry: Entry, weights: Weights) -> bool:
+def _can_refill(entry: CacheEntry, weights: Weights) -> bool:
     """Returns True if a rebound weight's cast fits into the memory of the old cast."""
     if not entry.is_cast:
         return False

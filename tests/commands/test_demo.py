@@ -21,9 +21,9 @@ from amp_fx.demo import train
 from amp_fx.demo.generate import TEXTS, Texts, Writer, Writing, generate
 from amp_fx.demo.models import GPT, Loss, Size
 from amp_fx.demo.train import (
-    Comparison,
-    Run,
-    Settings,
+    DemoSettings,
+    TrainingComparison,
+    TrainingRun,
     Vocabulary,
     initialize,
     learning_rate,
@@ -32,7 +32,7 @@ from amp_fx.demo.train import (
 )
 from tests.bench.lean import NUM_BYTES, corpus
 
-TINY = Settings(
+TINY = DemoSettings(
     steps=20,
     size=Size(width=16, depth=1, heads=2, context=16),
     batch=8,
@@ -48,25 +48,25 @@ def console() -> Console:
 
 
 @pytest.fixture(scope="module")
-def comparison(console: Console) -> Comparison:
+def comparison(console: Console) -> TrainingComparison:
     torch._dynamo.reset()
     return demo.train(TINY, console)
 
 
 @pytest.fixture(scope="module")
-def texts(comparison: Comparison, console: Console) -> Texts:
+def texts(comparison: TrainingComparison, console: Console) -> Texts:
     settings = dataclasses.replace(TINY, compiler="eager")  # which gives eager autocast's bits
     return demo.write(comparison, settings, console)
 
 
-def test_every_contender_learns(comparison: Comparison) -> None:
+def test_every_contender_learns(comparison: TrainingComparison) -> None:
     for run in comparison.runs:
         assert len(run.losses) == len(run.times) == 20
         assert all(map(math.isfinite, run.losses))
         assert run.final_loss < run.losses[0] - 0.5
 
 
-def test_contenders_start_alike_and_stay_close(comparison: Comparison) -> None:
+def test_contenders_start_alike_and_stay_close(comparison: TrainingComparison) -> None:
     """Same weights and batches: bfloat16 rounds to 8 bits, so that losses agree to about 1 %."""
     for low in (comparison.amp_fx, comparison.autocast):
         torch.testing.assert_close(low.losses, comparison.float32.losses, rtol=0.02, atol=0)
@@ -90,18 +90,18 @@ def test_float16_is_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scales[torch.amp.GradScaler] == [2.0**16] * 20
 
 
-def test_casts_are_counted(comparison: Comparison) -> None:
+def test_casts_are_counted(comparison: TrainingComparison) -> None:
     assert comparison.casts["graphs"] == 1
     assert comparison.casts["casts_inserted"] > 0
 
 
-def test_progress_ends_with_the_last_loss(comparison: Comparison, console: Console) -> None:
+def test_progress_ends_with_the_last_loss(comparison: TrainingComparison, console: Console) -> None:
     printed = console.export_text(clear=False)
     for run in comparison.runs:
         assert f"{run.name}, loss {run.losses[-1]:.3f}" in printed
 
 
-def test_table_holds_what_was_measured(comparison: Comparison, console: Console) -> None:
+def test_table_holds_what_was_measured(comparison: TrainingComparison, console: Console) -> None:
     console.print(demo.results(comparison))
     rows = [line.split("│") for line in console.export_text(clear=False).splitlines()]
     cells = {row[1].strip(): [cell.strip() for cell in row[2:5]] for row in rows if len(row) == 6}
@@ -144,7 +144,9 @@ def test_one_graph_without_breaks_for_each_contender() -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_texts_beside_each_other(comparison: Comparison, texts: Texts, console: Console) -> None:
+def test_texts_beside_each_other(
+    comparison: TrainingComparison, texts: Texts, console: Console
+) -> None:
     console.print(demo.written(comparison, texts))
     printed = console.export_text(clear=False)
     rows = [line.split("│") for line in printed.splitlines()]
@@ -158,7 +160,7 @@ def test_texts_beside_each_other(comparison: Comparison, texts: Texts, console: 
 
 
 def test_the_last_line_says_what_is_gained(
-    comparison: Comparison, texts: Texts, monkeypatch: pytest.MonkeyPatch
+    comparison: TrainingComparison, texts: Texts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the medians of this run; the tables come before it, the text first."""
     times = {"float32": 4.0, "amp_fx": 2.0, "torch.autocast": 5.0}
@@ -208,7 +210,7 @@ def test_texts_agree_up_to_the_first_difference() -> None:
 
 
 def test_learning_rate_rises_and_falls() -> None:
-    settings = Settings(steps=100, learning_rate=1.0)
+    settings = DemoSettings(steps=100, learning_rate=1.0)
     rates = [learning_rate(step, settings) for step in range(100)]
     assert rates[:10] == sorted(rates[:10])
     assert rates[9:] == sorted(rates[9:], reverse=True)
@@ -253,13 +255,13 @@ def test_without_a_cpp_compiler_it_goes_on(
 ) -> None:
     asked_for = []
 
-    def train(settings: Settings, _: object) -> Comparison:
+    def train(settings: DemoSettings, _: object) -> TrainingComparison:
         asked_for.append(settings.compiler)
-        run = Run("stub", losses=[1.0, 1.0], times=[1.0, 1.0])
+        run = TrainingRun("stub", losses=[1.0, 1.0], times=[1.0, 1.0])
         vocabulary = Vocabulary.of(statements())
-        return Comparison(run, run, run, Counter(), GPT(1, TINY.size), vocabulary)
+        return TrainingComparison(run, run, run, Counter(), GPT(1, TINY.size), vocabulary)
 
-    def write(_: object, settings: Settings, __: object) -> Texts:
+    def write(_: object, settings: DemoSettings, __: object) -> Texts:
         asked_for.append(settings.compiler)
         writing = Writing("stub", tokens=[0, 0], times=[1.0])
         return Texts(writing, writing, writing, 1)
@@ -274,7 +276,7 @@ def test_without_a_cpp_compiler_it_goes_on(
 
 
 def test_compilation_is_no_part_of_the_time_per_step() -> None:
-    run = Run("any", losses=[4.0, 2.0, 1.0], times=[90.0, 3.0, 5.0])
+    run = TrainingRun("any", losses=[4.0, 2.0, 1.0], times=[90.0, 3.0, 5.0])
     assert (run.first_step, run.step, run.final_loss) == (90.0, 4.0, 1.0)
 
 

@@ -11,7 +11,7 @@ import pytest
 from amp_fx.commands import cli, parsers
 from amp_fx.commands.parsers import ADD
 from amp_fx.csrc.build import FOLDER_VARIABLE
-from amp_fx.demo.train import Settings
+from amp_fx.demo.train import DemoSettings
 from amp_fx.drawing import draw
 from amp_fx.dtypes import LOW_DTYPE_NAMES
 from amp_fx.explanation import entry
@@ -56,7 +56,7 @@ def test_what_it_offers_is_what_the_code_takes(capsys: pytest.CaptureFixture[str
     assert ", ".join(f".{ending}" for ending in draw.FORMATS) == parsers.PICTURES
     assert {*parsers.PRESETS} == {n for n in preset_names() if not re.fullmatch(r"torch-.*", n)}
     assert FOLDER_VARIABLE in help_of("build", capsys)
-    default = Settings()
+    default = DemoSettings()
     shown = help_of("demo", capsys)
     assert f"default: {default.steps}" in shown
     assert f"default: {default.device}" in shown

@@ -28,7 +28,7 @@ from tests.weights.writes import WRITES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from amp_fx.weights.entry import Entry
+    from amp_fx.weights.entry import CacheEntry
     from tests.weights.nets import Program
 
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")
@@ -52,7 +52,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
         yield pretended
 
 
-def constants() -> list[Entry]:
+def constants() -> list[CacheEntry]:
     """What frozen graphs keep besides the weights' own bytes."""
     entries = [e for e in STORE.entries.values() if not e.spec.is_alias]
     assert entries, "nothing is frozen"

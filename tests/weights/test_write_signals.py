@@ -22,7 +22,7 @@ from tests.weights.specs import cast_spec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from amp_fx.weights.entry import Entry
+    from amp_fx.weights.entry import CacheEntry
 
 pytestmark = needs.WATCH
 
@@ -96,7 +96,7 @@ ELSEWHERE = {
 }
 
 
-def kept(p: torch.nn.Parameter) -> Entry:
+def kept(p: torch.nn.Parameter) -> CacheEntry:
     """A low-precision copy that was made just now."""
     entry = STORE.entry(cast_spec(p), (p,), "a test")
     assert entry is not None
@@ -106,12 +106,12 @@ def kept(p: torch.nn.Parameter) -> Entry:
     return entry
 
 
-def lies_where(entry: Entry, p: torch.nn.Parameter) -> bool:
+def lies_where(entry: CacheEntry, p: torch.nn.Parameter) -> bool:
     """Whether a weight lies where it lay when its copy was made."""
     return bool(entry.slot.matches((p,)))
 
 
-def observed(entry: Entry, p: torch.nn.Parameter, version: int) -> set[str]:
+def observed(entry: CacheEntry, p: torch.nn.Parameter, version: int) -> set[str]:
     """The signals that can be told apart from outside."""
     found = set()
     if not lies_where(entry, p):

@@ -23,7 +23,7 @@ from amp_fx.numerics.storages import address_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from amp_fx.graphs.places import Place
+    from amp_fx.graphs.places import NodeLocation
     from amp_fx.numerics.audit.regions import Region
     from amp_fx.numerics.audit.report import Finding
     from amp_fx.numerics.state import StateGuard
@@ -56,7 +56,7 @@ class Event:
     args: tuple[Any, ...]
     tensors: list[torch.Tensor]
     results: list[torch.Tensor]
-    site: Place
+    site: NodeLocation
     node: Any
     region: Region | None
     flops: int
@@ -202,7 +202,7 @@ class AuditMode(Recorder):  # type: ignore[no-untyped-call]
             for rule in self.rules:
                 rule.see(event)
 
-    def here(self) -> Place:
+    def here(self) -> NodeLocation:
         """Returns the module and the line of the program that is running."""
         return self.places.here("")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.graphs.places import Place
+from amp_fx.graphs.places import NodeLocation
 from amp_fx.regions.state import autocast_device_types
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Region:
     dtype: torch.dtype
     is_enabled: bool
     is_asked: bool
-    site: Place
+    site: NodeLocation
 
 
 class Regions:
@@ -43,7 +43,7 @@ class Regions:
     ``torch.autocast.__enter__``; this class replaces it meanwhile.
     """
 
-    def __init__(self, here: Callable[[], Place]) -> None:
+    def __init__(self, here: Callable[[], NodeLocation]) -> None:
         self._here = here
         self._open: list[Region] = []
         self._replaced: dict[str, Any] = {}
@@ -52,7 +52,7 @@ class Regions:
         for device_type in autocast_device_types():
             if torch.is_autocast_enabled(device_type):
                 dtype = torch.get_autocast_dtype(device_type)
-                self._open.append(Region(device_type, dtype, True, True, Place()))
+                self._open.append(Region(device_type, dtype, True, True, NodeLocation()))
         self._replace("__init__", self._created)
         self._replace("__enter__", self._entering)
         self._replace("__exit__", self._leaving)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from amp_fx.graphs.places import Place
+    from amp_fx.graphs.places import NodeLocation
 
 REPAIRS = {
     "update_lost": "Store the weights in float32 and train under torch.autocast, or give the "
@@ -80,7 +80,7 @@ class Finding:
         return f"{self.kind}: {place}{times}\n   {self.message}\n   Repair: {self.repair}"
 
 
-def new_finding(kind: str, site: Place, message: str, module: str | None = None) -> Finding:
+def new_finding(kind: str, site: NodeLocation, message: str, module: str | None = None) -> Finding:
     """Returns a finding at a site."""
     source = f"{site.file}:{site.line}" if site.file else ""
     where = site.module if module is None else module

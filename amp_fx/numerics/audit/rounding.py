@@ -23,7 +23,7 @@ from amp_fx.numerics.storages import Marks
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from amp_fx.graphs.places import Place
+    from amp_fx.graphs.places import NodeLocation
     from amp_fx.numerics.audit.report import Finding
 
 CASTS = frozenset(
@@ -65,7 +65,7 @@ class Rounding:
     """
 
     dtype: torch.dtype
-    cast: Place | None = None
+    cast: NodeLocation | None = None
 
 
 class Roundings(Rule):
@@ -116,7 +116,7 @@ class LossRule(Rule):
 
     def __init__(self, roundings: Roundings) -> None:
         self._roundings = roundings
-        self._scalars: Marks[Place] = Marks()
+        self._scalars: Marks[NodeLocation] = Marks()
 
     def see(self, event: Event) -> None:
         """Examines the inputs of losses and norms."""
@@ -141,7 +141,9 @@ class LossRule(Rule):
         if site is not None and is_below_float32(root.dtype):
             self._add(site, "the loss", root.dtype)
 
-    def _add(self, site: Place, what: str, dtype: torch.dtype, cast: Place | None = None) -> None:
+    def _add(
+        self, site: NodeLocation, what: str, dtype: torch.dtype, cast: NodeLocation | None = None
+    ) -> None:
         name, eps = dtype_name(dtype), torch.finfo(dtype).eps / 2
         if cast is None:
             how = f"is computed in {name}, outside of an autocast region"
@@ -151,7 +153,7 @@ class LossRule(Rule):
         self.found.append(new_finding("loss_low", site, message))
 
 
-def _line(site: Place) -> str:
+def _line(site: NodeLocation) -> str:
     return f"{short_path(site.file)}:{site.line}" if site.file else "a cast"
 
 
@@ -159,7 +161,7 @@ class IntegerRule(Rule):
     """Finds ``integer_low``."""
 
     def __init__(self) -> None:
-        self._rounded: Marks[tuple[float, torch.dtype, Place]] = Marks()
+        self._rounded: Marks[tuple[float, torch.dtype, NodeLocation]] = Marks()
 
     def see(self, event: Event) -> None:
         """Examines casts of integers, and the products that they enter."""
@@ -198,7 +200,7 @@ class IntegerRule(Rule):
                 self._add(event, largest, torch.float16, event.site, "TF32")
 
     def _add(
-        self, event: Event, largest: float, dtype: torch.dtype, cast: Place, name: str = ""
+        self, event: Event, largest: float, dtype: torch.dtype, cast: NodeLocation, name: str = ""
     ) -> None:
         name = name or dtype_name(dtype)
         exact = int(2 / torch.finfo(dtype).eps)
@@ -232,9 +234,9 @@ class Upcast:
         is_used: Whether an op computed with it.
     """
 
-    site: Place
+    site: NodeLocation
     dtype: torch.dtype
-    rounded: Place | None = None
+    rounded: NodeLocation | None = None
     is_used: bool = False
 
 

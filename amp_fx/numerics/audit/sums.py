@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import FrameType
 
-    from amp_fx.graphs.places import Place
+    from amp_fx.graphs.places import NodeLocation
     from amp_fx.numerics.audit.recording import AuditMode
     from amp_fx.numerics.audit.report import Finding
 
@@ -53,7 +53,7 @@ class GradientRule(Rule):
         self._weights = {id(weight) for weight in weights}
         self._counted: set[int] = set()
         self._sums: Marks[_Sum] = Marks()
-        self._first_use: dict[int, Place] = {}
+        self._first_use: dict[int, NodeLocation] = {}
         self._found: dict[tuple[int, str], Finding] = {}
 
     def see(self, event: Event) -> None:

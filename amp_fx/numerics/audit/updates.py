@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
 )
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.graphs.places import Place
+from amp_fx.graphs.places import NodeLocation
 from amp_fx.numerics.audit.recording import Event, Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
 from amp_fx.torch_private import pytree
@@ -63,7 +63,7 @@ class UpdateRule(Rule):
     def __init__(self, mode: AuditMode) -> None:
         self._mode = mode
         self._before: dict[int, tuple[list[_Before], Any]] = {}
-        self._site = Place()
+        self._site = NodeLocation()
         self.num_steps = 0
         self._handles: list[Any] = []
 
@@ -308,7 +308,7 @@ class ScalerRule(Rule):
     def __init__(self, mode: AuditMode, scalers: list[Any]) -> None:
         self._mode = mode
         self._is_scaled = any(scaler.is_enabled() for scaler in scalers)
-        self._site: Place | None = None
+        self._site: NodeLocation | None = None
         self._float16: Event | None = None
         self._others: set[str] = set()
 
@@ -342,4 +342,4 @@ class ScalerRule(Rule):
                 f"A gradient scaler is used, and products run in {names}, which has the range of "
                 "float32: the scaler costs a pass over all gradients, and skips steps."
             )
-            yield new_finding("scaler_with_bfloat16", self._site or Place(), message)
+            yield new_finding("scaler_with_bfloat16", self._site or NodeLocation(), message)
