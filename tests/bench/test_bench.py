@@ -61,8 +61,9 @@ CPU = torch.device("cpu")
 QUICK = ("--tiny", "--compiler", "eager", "--repeats", "3", "--steps", "1")
 TINY = Settings(compiler="eager", repeats=2, steps=1, tiny=True)
 CACHING = dataclasses.replace(TINY, compiler="aot_eager")
-# Freezing is inductor's.
-WITHOUT_INDUCTOR = [name for name in NAMES if not BY_NAME[name].is_for_inference]
+# Contenders for inference alone need inductor or another package.
+TRAINED = [contender for contender in CONTENDERS if not contender.is_for_inference]
+WITHOUT_INDUCTOR = [contender.name for contender in TRAINED]
 MODELS = ("mlp", "mlp-train", "gpt-decode", "gpt-train", "vit", "conv", "lstm-cell")
 
 
@@ -498,13 +499,13 @@ def test_prepared_contenders_share_no_code_and_no_weights() -> None:
         return models[-1]
 
     x = torch.randn(2, 4)
-    runs = [prepare(contender, Workload("w", build, (x,)), TINY) for contender in CONTENDERS]
+    runs = [prepare(contender, Workload("w", build, (x,)), TINY) for contender in TRAINED]
     for run_once in runs:
         run_once()
     pointers = {p.data_ptr() for model in models for p in model.parameters()}
     codes = {type(model).forward.__code__ for model in models}
-    assert len(pointers) == 4 * len(CONTENDERS)
-    assert len(codes) == len(CONTENDERS)
+    assert len(pointers) == 4 * len(TRAINED)
+    assert len(codes) == len(TRAINED)
 
 
 def test_own_code_does_what_the_shared_one_does() -> None:
@@ -531,7 +532,7 @@ def test_amp_fx_keeps_casts_fresh_through_training() -> None:
     assert after.refreshes == 2 * before.refreshes
 
 
-@pytest.mark.parametrize("contender", CONTENDERS, ids=NAMES)
+@pytest.mark.parametrize("contender", TRAINED, ids=WITHOUT_INDUCTOR)
 def test_the_optimizer_is_fused_for_every_contender(
     contender: Contender, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -276,7 +276,7 @@ def test_products_of_experts_stay_low_and_say_why() -> None:
 
 
 def test_export_is_refused() -> None:
-    with pytest.raises(ExportError, match="float8, which exported programs cannot hold"):
+    with pytest.raises(ExportError, match="float8, which is not supported in exported programs"):
         amp_fx.export(three(), (torch.randn(16, 16),), policy=PRESET)
 
 
@@ -314,5 +314,5 @@ def test_a_module_without_a_product_is_warned_of() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
     options: dict[str, Any] = {"policy": Policy.default().with_modules({"1": "float8"})}
     compiled = torch.compile(model, backend="amp_fx", options=options | {"compiler": "aot_eager"})
-    with pytest.warns(amp_fx.errors.PolicyWarning, match="no product runs in float8 there"):
+    with pytest.warns(amp_fx.errors.PolicyWarning, match="no product runs in float8"):
         compiled(torch.randn(16, 16))

@@ -214,7 +214,7 @@ class Unknown(nn.Module):
         (nn.BatchNorm1d(48), "statistics are those of the whole batch"),
         (DropoutAttention(), "scaled_dot_product_attention with dropout"),
         (Capacity(), "a row depends on other rows through the capacity of the expert"),
-        (Unknown(), "aten._linalg_svd.default does not keep rows apart: nothing is known"),
+        (Unknown(), "aten._linalg_svd.default does not keep rows apart: it is not among the"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
