@@ -64,7 +64,8 @@ CACHING = dataclasses.replace(TINY, compiler="aot_eager")
 # Contenders for inference alone need inductor or another package.
 TRAINED = [contender for contender in CONTENDERS if not contender.is_for_inference]
 WITHOUT_INDUCTOR = [contender.name for contender in TRAINED]
-MODELS = ("mlp", "mlp-train", "gpt-decode", "gpt-train", "vit", "conv", "lstm-cell")
+MODELS = ("mlp", "mlp-train", "gpt-decode", "vit")
+SLOW_MODELS = ("gpt-train", "conv", "lstm-cell")
 
 
 def ignore(*_: object) -> None:
@@ -189,7 +190,9 @@ def test_casts_have_a_share_of_each_training_step() -> None:
     assert shares[4] == pytest.approx(16 * shares[3])
 
 
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize(
+    "case", [*MODELS, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_MODELS)]
+)
 def test_every_model_runs_with_amp_fx(case: str) -> None:
     settings = Settings(compiler="eager", contenders=("amp_fx",), repeats=1, steps=1, tiny=True)
     for outcome in CASES[case].run(settings, ignore):
@@ -212,6 +215,7 @@ def test_inductor_freezes(tmp_path: Path) -> None:
     assert look["value"] > 0
 
 
+@pytest.mark.slow
 def test_compilation_is_timed_in_processes_with_caches_of_their_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -261,6 +265,7 @@ def test_scalers_take_part() -> None:
     assert torch.get_num_threads() == num_threads
 
 
+@pytest.mark.slow
 def test_lean_is_compared_with_the_default_policy() -> None:
     outcomes = list(lean.run(TINY, ignore))
     comparisons = [outcome for outcome in outcomes if isinstance(outcome, Comparison)]
@@ -295,6 +300,7 @@ def test_another_process_computes_the_same_and_times_itself() -> None:
     assert "no_such_package" in comparison.failures[ZENTORCH]
 
 
+@pytest.mark.slow
 def test_another_process_runs_as_often_as_it_is_told() -> None:
     steps = torch.randn(40, 1, 64)
     workload = Workload("w", functools.partial(LoopedCell, 64), (steps,))
@@ -363,6 +369,7 @@ def test_times_are_compared_with_reading_the_weights() -> None:
     assert workload.weight_bytes == 2 * sum(p.numel() for p in matrices if p is not position)
 
 
+@pytest.mark.slow
 def test_inference_has_every_model_with_each_number_of_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -679,6 +686,7 @@ def test_a_refresh_is_timed_where_all_weights_are_stale_and_only_there(
     assert set(refreshes[overhead.FRESH] + refreshes[overhead.COPYING]) == {0}
 
 
+@pytest.mark.slow
 def test_overhead_has_the_call_above_the_limit_and_the_refresh() -> None:
     outcomes = list(CASES["overhead"].run(TINY, ignore))
     figures = {o.name: o.value for o in outcomes if isinstance(o, Figure)}
@@ -722,6 +730,7 @@ def test_times_are_printed_in_their_unit(seconds: float, printed: str) -> None:
     assert reports._seconds(seconds) == printed
 
 
+@pytest.mark.slow
 def test_serving_has_percentiles_and_throughputs_for_each_number_of_threads() -> None:
     before = torch.get_num_threads()
     outcomes = list(CASES["serving"].run(TINY, ignore))
