@@ -126,6 +126,7 @@ class Caching:
                     return self._pack(copy_graph_module(gm), inputs, chosen, compile_graph, kwargs)
                 except CannotPackError as error:
                     log.debug("not packed: %s", error)
+                    _forget_output_strides()
             return self._split(gm, inputs, chosen, compile_graph, kwargs)
 
         return compile_cached
@@ -364,6 +365,13 @@ class Caching:
             specs = [spec for spec in args[0] if not spec.is_alias]
             record({"weight_casts_kept": sum(len({*spec.casts()}) for spec in specs)})
         return CachedCall(*args, owner=self.owner, verify=verify_level(self.options.verify), **code)
+
+
+def _forget_output_strides() -> None:
+    """Prepares to compile a graph again: inductor asserts that it is the first to note strides."""
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides:
+        context.output_strides.clear()
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:

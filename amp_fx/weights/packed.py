@@ -288,6 +288,7 @@ def pack(
         if chooses_kernels:
             constants.fold(gm)
             block_few_rows(gm.graph)
+            constants.fold(gm)  # before the blocks have fake values, whose padding would not fit
         with (
             replaced((freezing, "constant_fold", constants.fold)),
             batch_norm_folding(folds_batch_norm),
