@@ -170,6 +170,19 @@ def test_frozen_graphs_round_as_strict_native_ones() -> None:
     assert amp_fx.weight_cache.stats().bytes > 0  # and it is frozen
 
 
+@pytest.mark.parametrize("mode", ["strict", "eager"])
+@torch.no_grad()
+def test_float32_products_of_a_dynamic_batch(mode: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(257, 1000), nn.Linear(1000, 9)), torch.randn(8, 257)
+    policy = amp_fx.Policy.default("cpu").with_modules({"0": "fp32"})
+    with amp_fx.autocast("cpu", policy=policy):
+        expected = model(x)
+    options = {"numerics": mode, "policy": policy}
+    program = torch.compile(model, backend="amp_fx", dynamic=True, options=options)
+    assert torch.equal(program(x), expected.float())
+
+
 def test_what_adds_into_a_tensor_writes_no_memory_of_another() -> None:
     """Inductor reuses the memory of what an op that it calls wrote in place."""
 

@@ -25,6 +25,7 @@ from amp_fx.backend.inductor import after_autograd, compile_with_inductor, induc
 from amp_fx.backend.inner import uses_inductor
 from amp_fx.backend.numerics import is_strict
 from amp_fx.graphs.bodies import copy_graph_module
+from amp_fx.graphs.collectives import op_name
 from amp_fx.graphs.metadata import SITE, VALUE
 from amp_fx.graphs.values import tensors_in
 from amp_fx.passes.isolate_rows import mixes_packed_rows
@@ -126,6 +127,7 @@ class Caching:
                     return self._pack(copy_graph_module(gm), inputs, chosen, compile_graph, kwargs)
                 except CannotPackError as error:
                     log.debug("not packed: %s", error)
+                    _forget_output_strides()
             return self._split(gm, inputs, chosen, compile_graph, kwargs)
 
         return compile_cached
@@ -358,12 +360,31 @@ class Caching:
         """Raises ``CannotPackError`` if packed kernels may break the promise of ``numerics``."""
         if self.options.numerics == "invariant" and mixes_packed_rows(graph):
             raise CannotPackError("a packed kernel may give a row other bits in a batch")
+        if is_strict(self.options) and _packs_float32_for_onednn(graph):
+            raise CannotPackError("oneDNN adds up float32 products in another order than ATen")
 
     def _call(self, *args: Any, **code: Any) -> CachedCall:
         if self.is_counted:
             specs = [spec for spec in args[0] if not spec.is_alias]
             record({"weight_casts_kept": sum(len({*spec.casts()}) for spec in specs)})
         return CachedCall(*args, owner=self.owner, verify=verify_level(self.options.verify), **code)
+
+
+def _packs_float32_for_onednn(graph: fx.Graph) -> bool:
+    """Returns True if a float32 product has another kernel than ATen's.
+
+    Inductor packs float32 weights for MKL, which ATen calls, too, unless the number of rows is
+    symbolic.
+    """
+    products = [node for node in graph.nodes if op_name(node) == "mkldnn::_linear_pointwise"]
+    return any(VALUE.of(node.all_input_nodes[0]).dtype is torch.float32 for node in products)
+
+
+def _forget_output_strides() -> None:
+    """Prepares to compile a graph again: inductor asserts that it is the first to note strides."""
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides:
+        context.output_strides.clear()
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -19,9 +19,9 @@ With ``max_autotune`` inductor would find the template by timing it in every pro
 the blocks while it generates code, which its cache on disk cannot hold. Here there is nothing to
 time: the rule is that of ``takes_template``.
 
-Left alone on purpose: small weights, which stay in the processor's caches; many rows, for which
-oneDNN's kernels are faster; sizes that are symbolic; other devices, and processors with other
-kernels for bfloat16.
+Left alone on purpose: small weights, which stay in the processor's caches; many rows or few
+columns, for which oneDNN's kernels are faster; sizes that are symbolic; other devices, and
+processors with other kernels for bfloat16.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 MAX_ROWS = 4
+MIN_COLUMNS = 16
+"""Blocks of fewer columns are padding for the most part."""
 MIN_WEIGHTS = 2**16
 """Elements of a weight from which on the template is faster."""
 
@@ -137,6 +139,7 @@ def takes_template(product: torch.Tensor, depth: int) -> int | None:
     if not is_bfloat16 or any(not isinstance(size, int) for size in sizes):
         return None
     rows, columns, depth = sizes
-    if rows > MAX_ROWS or columns * depth < MIN_WEIGHTS:
+    is_few = 0 < rows <= MAX_ROWS
+    if not is_few or columns < MIN_COLUMNS or columns * depth < MIN_WEIGHTS:
         return None
     return few_rows_block(rows, columns, depth)

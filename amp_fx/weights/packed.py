@@ -288,12 +288,15 @@ def pack(
         if chooses_kernels:
             constants.fold(gm)
             block_few_rows(gm.graph)
+            constants.fold(gm)  # before the blocks have fake values, whose padding would not fit
         with (
             replaced((freezing, "constant_fold", constants.fold)),
             batch_norm_folding(folds_batch_norm),
             config.patch({"cpp.enable_concat_linear": True} if chooses_kernels else {}),
         ):
+            splits = set(_splits(gm.graph))
             freezing_passes(gm, [example_inputs[i] for i in taken])
+            _copy_returned_parts(gm, [split for split in _splits(gm.graph) if split not in splits])
         constants.fold(gm)
         if check is not None:
             check(gm.graph)
@@ -312,6 +315,30 @@ def _without_duplicates(graph: fx.Graph) -> fx.Graph:
     impure = [compile_utils.get_aten_target(node) for node in calls if not is_pure(node)]
     with replaced((compile_utils, "rand_ops", [*compile_utils.rand_ops, *impure])):
         return compile_utils.fx_graph_cse(graph)
+
+
+def _splits(graph: fx.Graph) -> Sequence[fx.Node]:
+    return graph.find_nodes(op="call_function", target=torch.ops.aten.split_with_sizes.default)
+
+
+def _copy_returned_parts(gm: fx.GraphModule, splits: Sequence[fx.Node]) -> None:
+    """Copies results of joined products that a graph returns.
+
+    Without joining they are contiguous, and each has memory of its own.
+
+    Args:
+        gm: The graph.
+        splits: The nodes that split joined products.
+    """
+    output = gm.graph.output_node()
+    returned = {output, *escaping(gm, len(output.args[0]))}  # type: ignore[arg-type]
+    for part in [part for split in splits for part in split.users if part in returned]:
+        with gm.graph.inserting_after(part):
+            copy = gm.graph.call_function(
+                torch.ops.aten.clone.default, (part,), {"memory_format": torch.contiguous_format}
+            )
+        VALUE.put(copy, VALUE.of(part).contiguous())
+        part.replace_all_uses_with(copy, returned.__contains__)
 
 
 def batch_norm_folding(is_on: bool) -> contextlib.AbstractContextManager[None]:

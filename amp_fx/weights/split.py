@@ -151,9 +151,9 @@ class CachedValueSpec:
     def cast_layout(self, weight: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]] | None:
         """Returns dtype and strides of the value if it is a cast of one weight, else None."""
         del weight  # Dynamo guards its strides, so the compiled graph's strides are valid
-        if not self.is_cast:
+        value = VALUE.get(self.outputs[0])
+        if not self.is_cast or value is None:  # inductor's passes add casts without values
             return None
-        value = VALUE.of(self.outputs[0])
         return value.dtype, value.stride()
 
 

@@ -15,7 +15,7 @@ from amp_fx.bench.timing import threads
 from amp_fx.torch_private.dynamo import counters
 from amp_fx.torch_private.inductor import few_rows_block
 from amp_fx.weights import few_rows
-from amp_fx.weights.few_rows import MAX_ROWS, MIN_WEIGHTS, block_few_rows
+from amp_fx.weights.few_rows import MAX_ROWS, MIN_COLUMNS, MIN_WEIGHTS, block_few_rows
 from tests import needs
 from tests.weights.keeping import FROZEN, Way, batch, check, make_line
 from tests.weights.test_template_constants import WRITES, held
@@ -76,7 +76,7 @@ def graph_of(rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> fx.G
 
 @settings(max_examples=60, deadline=None, suppress_health_check=SHARED)
 @given(
-    rows=st.integers(1, 8),
+    rows=st.integers(0, 8),
     depth=st.integers(1, 70),
     columns=st.integers(1, 200),
     is_transposed=st.booleans(),
@@ -91,7 +91,7 @@ def test_the_rewritten_graph_computes_the_same(
     gm = graph_of(rows, weight, integers(columns, seed=1).bfloat16() if has_bias else None)
     x = integers(rows, depth, seed=2).bfloat16()
     expected = gm(x)
-    assert block_few_rows(gm.graph) == (rows <= MAX_ROWS)
+    assert block_few_rows(gm.graph) == (0 < rows <= MAX_ROWS and columns >= MIN_COLUMNS)
     assert block_few_rows(gm.graph) == 0
     gm.recompile()
     assert torch.equal(gm(x), expected)
@@ -123,28 +123,29 @@ def test_a_product_with_an_input_is_left_alone() -> None:
 
 @settings(max_examples=6, deadline=None, suppress_health_check=SHARED)
 @given(
-    rows=st.integers(1, MAX_ROWS),
+    rows=st.integers(0, MAX_ROWS),
     depth=st.integers(40, 130),
-    columns=st.integers(40, 130),
+    columns=st.integers(16, 130),
     has_bias=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     num_threads=st.sampled_from([1, 2]),
 )
 @torch.no_grad()
 def test_exact_sums_have_the_bits_of_eager_autocast(
-    *, rows: int, depth: int, columns: int, has_bias: bool, num_threads: int
+    *, rows: int, depth: int, columns: int, has_bias: bool, dtype: torch.dtype, num_threads: int
 ) -> None:
-    """Of weights with padding, and with an op that is fused into the template."""
-    layer = nn.Linear(depth, columns, bias=has_bias)
+    """Of weights with padding, stored low or not; an op is fused into the template."""
+    layer = nn.Linear(depth, columns, bias=has_bias, dtype=dtype)
     for parameter in layer.parameters():
         parameter.copy_(integers(*parameter.shape, seed=depth))
-    model, x = nn.Sequential(layer, nn.ReLU()), integers(rows, depth, seed=columns)
+    model, x = nn.Sequential(layer, nn.ReLU()), integers(rows, depth, seed=columns).to(dtype)
     torch._dynamo.reset()
     weight_cache.clear()
     with threads(num_threads):
         result = torch.compile(model, backend="amp_fx")(x)
         with torch.autocast("cpu", torch.bfloat16):
-            expected = model(x).float()
-    assert len(blocked()) == 1
+            expected = model(x).to(dtype)
+    assert len(blocked()) == min(rows, 1)
     assert torch.equal(result, expected)
 
 

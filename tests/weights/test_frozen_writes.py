@@ -80,6 +80,18 @@ class Tied(nn.Module):
         return functional.linear(hidden, self.embedding.weight)
 
 
+class Scaled(nn.Module):
+    """A bias that is stored low, and read in float32 as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+        self.inner.bias.data = self.inner.bias.data.bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).float() * self.inner.bias.float()
+
+
 class Small(nn.Module):
     """Numbers that inductor would write into its code."""
 
@@ -108,6 +120,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], dic
     "mask": (Masked, lambda: random(2, 16), {}),
     "low-rank merge": (Merged, lambda: random(2, 16), {}),
     "tied": (Tied, lambda: torch.arange(6), {}),
+    "scaled": (Scaled, lambda: random(2, 16), {}),
     "small": (Small, lambda: random(2, 3), {}),
     "convolutions": (convolutions, lambda: random(2, 4, 6, 6), {}),
     "folded batch norm": (convolutions, lambda: random(2, 4, 6, 6), {"fold_batch_norm": True}),

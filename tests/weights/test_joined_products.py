@@ -68,6 +68,27 @@ def test_exact_sums_have_the_bits_of_eager_autocast(
 
 
 @torch.no_grad()
+def test_results_have_memory_of_their_own() -> None:
+    weight_cache.clear()
+    layers, x = [nn.Linear(32, n, bias=False) for n in (16, 48)], torch.randn(2, 4, 32)
+
+    class Returned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(layers)
+
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            return [self.layers[0](x), self.layers[1](x).transpose(0, 1)]
+
+    model = Returned()
+    with torch.autocast("cpu", torch.bfloat16):
+        results, expected = torch.compile(model, backend="amp_fx")(x), model(x)
+    assert joined()
+    assert [r.stride() for r in results] == [e.stride() for e in expected]
+    assert results[0].untyped_storage().data_ptr() != results[1].untyped_storage().data_ptr()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("numerics", ["strict", "eager"])
 def test_bits_are_kept_under_other_numerics(numerics: str) -> None:
     weight_cache.clear()
