@@ -1,4 +1,4 @@
-"""Narrows before it gathers: a cast that every reader of a gathered tensor makes goes before it.
+"""Casts tensors before they are gathered, if all readers of the gathered tensor cast it.
 
 Before:
     %whole = _c10d_functional.all_gather_into_tensor(%part, 2, "0")
@@ -11,12 +11,8 @@ After:
     %wait   = _c10d_functional.wait_tensor(%whole)
     %y      = aten.mm(%x, %wait)
 
-Half the bytes go over the wire, and no bit is another: such a collective moves elements only, and
-so do the views between it and the casts. This pass runs on the graphs that AOTAutograd makes,
-forward and backward each by itself. On a captured graph the cast would be differentiated, and
-narrow what the backward adds up. Left alone on purpose: collectives that add (rounding does not
-commute with that), and tensors that anything reads as they are, an output for the backward
-among it.
+Left unchanged: collectives that add, because casts and additions do not commute; gathered tensors
+with a reader that does not cast, such as an output that is saved for the backward.
 """
 
 from __future__ import annotations
@@ -47,19 +43,24 @@ MOVING = frozenset(
 
 _PARTS = ("cat", "clone", "expand", "select", "slice", "split", "split_with_sizes")
 CARRYING = WHOLE_VIEWS | {"_c10d_functional::wait_tensor", *(f"aten::{name}" for name in _PARTS)}
-"""What may stand between a collective and a cast: each element stays what it is."""
+"""Ops between a collective and a cast that only move elements."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NarrowGathers:
-    """Moves narrowing casts in front of collectives that move elements."""
+    """Moves narrowing casts in front of collectives that move elements.
+
+    This halves the communication and changes no bits. The pass runs on AOTAutograd's forward and
+    backward graphs: in a captured graph, the cast would be differentiated, and the backward would
+    add gradients in the low dtype.
+    """
 
     name: ClassVar[str] = "narrow_gathers"
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``gathers_narrowed``."""
         counts: Counter[str] = Counter()
-        # The last first: what one gather reads may be what another has gathered.
+        # In reverse order, because a gather may read the result of another gather.
         for gather in reversed([n for n in gm.graph.nodes if op_name(n) in MOVING]):
             region = _read_through(gather)
             if region is not None:
@@ -69,7 +70,7 @@ class NarrowGathers:
 
 
 def _read_through(gather: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
-    """Finds the views and casts that read a gathered tensor; returns None if anything else does."""
+    """Returns the views and casts of a gathered tensor, or None if it has other readers."""
     carriers: dict[fx.Node, None] = {}
     casts: dict[fx.Node, None] = {}
     waiting = [gather]
@@ -86,7 +87,7 @@ def _read_through(gather: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None
     if any(
         _is_tensor(given) and given not in region for c in carriers for given in c.all_input_nodes
     ):
-        return None  # put together with something else
+        return None  # an op combines the gathered tensor with another one
     if len({VALUE.of(cast).dtype for cast in casts}) != 1:
         return None
     return list(carriers), list(casts)
@@ -105,7 +106,7 @@ def _carries(node: fx.Node) -> bool:
 def _narrow(
     graph: fx.Graph, gather: fx.Node, carriers: list[fx.Node], casts: list[fx.Node]
 ) -> None:
-    """Casts what is gathered, and takes the casts behind it away."""
+    """Casts the inputs of a collective and removes the casts after it."""
     dtype = VALUE.of(casts[0]).dtype
     narrowed: dict[fx.Node, fx.Node] = {}
     for given in gather.all_input_nodes:
