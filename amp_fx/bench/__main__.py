@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"amp_fx.bench: {error}\n")
         return 2
     command = shlex.join(["python", "-m", "amp_fx.bench", *arguments])
-    report = reports.Report(settings, command, machine(settings.device), versions())
+    report = reports.BenchReport(settings, command, machine(settings.device), versions())
     run(cases, report, reports.make_console(), parsed.json)
     try:
         if parsed.plot:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(
-    cases: Sequence[str], report: reports.Report, console: Console, json_path: Path | None = None
+    cases: Sequence[str], report: reports.BenchReport, console: Console, json_path: Path | None = None
 ) -> None:
     """Runs cases, prints what comes out as it comes, and keeps it in the report."""
     reports.print_header(console, report)

@@ -32,7 +32,7 @@ PIPED_WIDTH = 100
 
 
 @dataclasses.dataclass
-class Report:
+class BenchReport:
     """Everything that a run found."""
 
     settings: Settings
@@ -76,7 +76,7 @@ def progress(console: Console) -> Iterator[Watch]:
         yield watch
 
 
-def print_header(console: Console, report: Report) -> None:
+def print_header(console: Console, report: BenchReport) -> None:
     """Prints the settings of a run, and the machine."""
     for facts in (report.machine, report.versions):
         console.print(", ".join(f"{name} {value}" for name, value in facts.items()), markup=False)
@@ -106,7 +106,7 @@ def _interval(figure: Figure) -> str:
     return f" ({low} to {high} with 95 % confidence)"
 
 
-def print_footer(console: Console, report: Report) -> None:
+def print_footer(console: Console, report: BenchReport) -> None:
     """Prints the meaning of the columns, and what has no figures."""
     console.print(
         "Speed-up: native's median by the contender's. To frozen, to limit: its median by that "
@@ -170,12 +170,12 @@ def three_digits(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
 
 
-def write_json(path: Path, report: Report) -> None:
+def write_json(path: Path, report: BenchReport) -> None:
     """Writes all samples and what the tables show; written again after each case."""
     path.write_text(json.dumps(as_json(report), indent=1) + "\n")
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: BenchReport) -> dict[str, Any]:
     """A report as JSON takes it; times in seconds, memory in bytes."""
     settings = dataclasses.asdict(report.settings)
     settings["device"] = str(report.settings.device)
@@ -236,7 +236,7 @@ def load_pyplot() -> Any:
         raise OptionError("--plot needs matplotlib: pip install 'amp_fx[bench]'") from None
 
 
-def write_plot(path: Path, report: Report) -> None:
+def write_plot(path: Path, report: BenchReport) -> None:
     """Draws a bar for each contender of each comparison, with its quartiles."""
     pyplot = load_pyplot()
     comparisons, num = report.comparisons, len(report.comparisons)

@@ -449,7 +449,7 @@ def test_plot_without_matplotlib_gives_one_line_at_once(
 
 def test_plot_draws_a_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    report = reports.Report(TINY, "", {}, {}, [("mlp", comparison_of(native=2.0, amp_fx=1.0))])
+    report = reports.BenchReport(TINY, "", {}, {}, [("mlp", comparison_of(native=2.0, amp_fx=1.0))])
     reports.write_plot(tmp_path / "bars.svg", report)
     assert "native" in (tmp_path / "bars.svg").read_text()
 
