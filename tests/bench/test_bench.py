@@ -497,14 +497,15 @@ def test_prepared_contenders_share_no_code_and_no_weights() -> None:
         models.append(MLP(4, 2))
         return models[-1]
 
-    x = torch.randn(2, 4)
-    runs = [prepare(contender, Workload("w", build, (x,)), TINY) for contender in CONTENDERS]
+    workload = Workload("w", build, (torch.randn(2, 4),))
+    contenders = contenders_of(workload, TINY)
+    runs = [prepare(contender, workload, TINY) for contender in contenders]
     for run_once in runs:
         run_once()
     pointers = {p.data_ptr() for model in models for p in model.parameters()}
     codes = {type(model).forward.__code__ for model in models}
-    assert len(pointers) == 4 * len(CONTENDERS)
-    assert len(codes) == len(CONTENDERS)
+    assert len(pointers) == 4 * len(contenders)
+    assert len(codes) == len(contenders)
 
 
 def test_own_code_does_what_the_shared_one_does() -> None:
@@ -531,7 +532,9 @@ def test_amp_fx_keeps_casts_fresh_through_training() -> None:
     assert after.refreshes == 2 * before.refreshes
 
 
-@pytest.mark.parametrize("contender", CONTENDERS, ids=NAMES)
+@pytest.mark.parametrize(
+    "contender", [c for c in CONTENDERS if not c.is_for_inference], ids=lambda c: c.name
+)
 def test_the_optimizer_is_fused_for_every_contender(
     contender: Contender, monkeypatch: pytest.MonkeyPatch
 ) -> None:

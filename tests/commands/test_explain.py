@@ -122,9 +122,9 @@ TORCHS = re.compile(r"[EW]\d{4} [\d:.]+ \d+ torch/")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give their shapes, like --input-shape"),
+        ([], "pass their shapes, such as --input-shape"),
         (["--input-shape", "8,17"], "cannot be traced"),
-        (["--input-shape", "8,16", "--device", "gpu"], "autocast only supports"),
+        (["--input-shape", "8,16", "--device", "gpu"], "cannot autocast"),
         (["--input-shape", "8,16", "--draw", "a.jpg"], r".svg, .pdf, .png"),
         (["--input-shape", "8,16", "--html", "a.svg"], "end in .html"),
     ],

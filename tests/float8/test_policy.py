@@ -276,7 +276,7 @@ def test_products_of_experts_stay_low_and_say_why() -> None:
 
 
 def test_export_is_refused() -> None:
-    with pytest.raises(ExportError, match="float8, which exported programs cannot hold"):
+    with pytest.raises(ExportError, match="float8, which is not supported in exported"):
         amp_fx.export(three(), (torch.randn(16, 16),), policy=PRESET)
 
 
@@ -299,7 +299,7 @@ def test_a_device_without_units(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = float8.why_no_float8(torch.device("cuda", 0))
     float8._why_not_on_cuda.cache_clear()
     gpu = "NVIDIA A100 (compute capability 8.0)"
-    assert reason == f"{gpu} has no float8 support, which requires 8.9 or higher"
+    assert reason == f"{gpu} has no float8 support, which requires 8.9"
     for name in ("xpu", "mps"):
         assert name in float8.why_no_float8(torch.device(name))
 
@@ -314,5 +314,5 @@ def test_a_module_without_a_product_is_warned_of() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
     options: dict[str, Any] = {"policy": Policy.default().with_modules({"1": "float8"})}
     compiled = torch.compile(model, backend="amp_fx", options=options | {"compiler": "aot_eager"})
-    with pytest.warns(amp_fx.errors.PolicyWarning, match="no product runs in float8 there"):
+    with pytest.warns(amp_fx.errors.PolicyWarning, match="no product runs in float8"):
         compiled(torch.randn(16, 16))
