@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -37,10 +38,9 @@ def run_all(programs: list[list[str]], *, uses_inductor: bool) -> None:
     for path, *arguments in programs:
         torch._dynamo.reset()
         weight_cache.clear()
-        code = compile(Path(path).read_text(encoding="utf-8"), path, "exec")
         sys.argv[:] = [path, *arguments]
         try:
-            exec(code, {"__name__": "__main__", "__file__": path})
+            runpy.run_path(path, run_name="__main__")  # Dynamo looks up globals in ``__main__``
         except BaseException:
             sys.stderr.write(f"{path} failed\n")
             raise
