@@ -189,7 +189,7 @@ def mixes_packed_rows(graph: fx.Graph) -> bool:
             continue
         if _name(node) != "_linear_pointwise":
             return True
-        rows, result = (VALUE.of(each) for each in (node.all_input_nodes[0], node))
+        rows, result = (VALUE.of(operand) for operand in (node.all_input_nodes[0], node))
         if differing_rows(result.dtype, int(rows.shape[-1]), int(result.shape[-1])):
             return True
     return False
@@ -203,7 +203,7 @@ def why_not(node: fx.Node) -> str:
     if _counts_tokens(node):
         return CAPACITY
     results = tree_leaves(VALUE.get(node))
-    has_tensor = any(isinstance(each, torch.Tensor) for each in results)
+    has_tensor = any(isinstance(result, torch.Tensor) for result in results)
     if not has_tensor or not any(_is_float(VALUE.get(n)) for n in node.all_input_nodes):
         return ""
     if not isinstance(op, OpOverload):
@@ -240,8 +240,9 @@ def _counts_tokens(node: fx.Node) -> bool:
         ancestors |= new
         pending += new
     return any(
-        _name(each) in ROUTING and any(_is_float(VALUE.get(n)) for n in each.all_input_nodes)
-        for each in ancestors
+        _name(ancestor) in ROUTING
+        and any(_is_float(VALUE.get(n)) for n in ancestor.all_input_nodes)
+        for ancestor in ancestors
     )
 
 
@@ -316,12 +317,12 @@ def _depends_on_position(node: fx.Node) -> bool:
 
 
 @functools.cache
-def _register_fake(own: Any, op: Any) -> None:
+def _register_fake(row_op: Any, op: Any) -> None:
     def fake(*args: Any, **kwargs: Any) -> torch.Tensor:
         result: torch.Tensor = op(*args, **kwargs)
         return result.new_empty(result.shape)
 
-    torch.library.register_fake(own.name(), fake)
+    torch.library.register_fake(row_op.name(), fake)
 
 
 @functools.cache

@@ -97,14 +97,14 @@ def _norm_of_mixed_dtypes(op: Any) -> Any:
     def fake(*args: Any, **kwargs: Any) -> Any:
         first, *others = op(*args, **kwargs)
         first = None if first is None else first.to(args[0].dtype)
-        return first, *(None if each is None else each.float() for each in others)
+        return first, *(None if value is None else value.float() for value in others)
 
     return _wrap_op(op, fake)
 
 
 def _fake_elementwise_gradient(*args: Any) -> torch.Tensor:
     """Fake kernel of an elementwise gradient, with the strides of elementwise kernels."""
-    grad, other = (each for each in args if isinstance(each, torch.Tensor))
+    grad, other = (value for value in args if isinstance(value, torch.Tensor))
     return grad * other
 
 
@@ -170,32 +170,32 @@ def needs_kernel(op: Any, arguments: Sequence[Any]) -> bool:
     """Returns True if code that inductor generates for an op on the CPU may return other bits."""
     if not isinstance(op, OpOverload) or op.namespace != "aten":
         return False
-    tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
     floats = list(filter(_is_float, tensors))
-    if not floats or any(each.device.type != "cpu" for each in tensors) or returns_alias(op):
+    if not floats or any(value.device.type != "cpu" for value in tensors) or returns_alias(op):
         return False
     name = op._schema.name.removeprefix("aten::")
     if name in MOVES or torch.Tag.nondeterministic_seeded in op.tags:  # ``fallback_random`` does
         return False
     if torch.Tag.pointwise not in op.tags or name in INEXACT or name.startswith("special_"):
         return True
-    if any(each.dtype.itemsize > 2 for each in floats):
+    if any(value.dtype.itemsize > 2 for value in floats):
         return name in INEXACT_IN_FLOAT32 or _has_inexact_number(name, arguments, torch.float32)
     return _has_inexact_number(name, arguments, floats[0].dtype)
 
 
 def _has_inexact_number(name: str, arguments: Sequence[Any], dtype: torch.dtype) -> bool:
     """Returns True if generated code rounds a number among an op's arguments differently."""
-    numbers = [each for each in arguments if isinstance(each, (int, float))]
+    numbers = [value for value in arguments if isinstance(value, (int, float))]
     if name == "pow":
         return not numbers or numbers[-1] not in EXACT_POWERS
-    if any(isinstance(each, str) for each in arguments) or (name == "round" and numbers):
+    if any(isinstance(value, str) for value in arguments) or (name == "round" and numbers):
         return True  # a rounding mode
     if name in ("add", "sub", "rsub") and len(arguments) > 2 and arguments[2] not in (1, -1):
         return True  # the third argument is ``alpha``
     if dtype.itemsize > 2:
         return False
-    is_number = any(isinstance(each, torch.Tensor) and each.dim() == 0 for each in arguments)
+    is_number = any(isinstance(value, torch.Tensor) and value.dim() == 0 for value in arguments)
     if is_number and name in SCALING:
         return True
     return any(float(torch.tensor(n, dtype=dtype)) != n for n in numbers)
@@ -227,4 +227,6 @@ def _decomposed_ops() -> frozenset[str]:
 
 def _arguments(node: fx.Node) -> list[Any]:
     leaves = tree_leaves((node.args, node.kwargs))
-    return [each.meta.get("val") if isinstance(each, torch.fx.Node) else each for each in leaves]
+    return [
+        value.meta.get("val") if isinstance(value, torch.fx.Node) else value for value in leaves
+    ]

@@ -71,26 +71,26 @@ class NarrowGathers:
 
 def _read_through(gather: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
     """Returns the views and casts of a gathered tensor, or None if it has other readers."""
-    carriers: dict[fx.Node, None] = {}
+    views: dict[fx.Node, None] = {}
     casts: dict[fx.Node, None] = {}
-    waiting = [gather]
-    while waiting:
-        for user in waiting.pop().users:
+    pending = [gather]
+    while pending:
+        for user in pending.pop().users:
             if narrows(user):
                 casts[user] = None
             elif not _carries(user):
                 return None
-            elif user not in carriers:
-                carriers[user] = None
-                waiting.append(user)
-    region = {gather, *carriers}
+            elif user not in views:
+                views[user] = None
+                pending.append(user)
+    region = {gather, *views}
     if any(
-        _is_tensor(given) and given not in region for c in carriers for given in c.all_input_nodes
+        _is_tensor(source) and source not in region for c in views for source in c.all_input_nodes
     ):
         return None  # an op combines the gathered tensor with another one
     if len({VALUE.of(cast).dtype for cast in casts}) != 1:
         return None
-    return list(carriers), list(casts)
+    return list(views), list(casts)
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -103,19 +103,17 @@ def _carries(node: fx.Node) -> bool:
     return op_name(node) in CARRYING and not is_reinterpreting(node)
 
 
-def _narrow(
-    graph: fx.Graph, gather: fx.Node, carriers: list[fx.Node], casts: list[fx.Node]
-) -> None:
+def _narrow(graph: fx.Graph, gather: fx.Node, views: list[fx.Node], casts: list[fx.Node]) -> None:
     """Casts the inputs of a collective and removes the casts after it."""
     dtype = VALUE.of(casts[0]).dtype
     narrowed: dict[fx.Node, fx.Node] = {}
-    for given in gather.all_input_nodes:
-        if given not in narrowed and isinstance(VALUE.get(given), torch.Tensor):
+    for source in gather.all_input_nodes:
+        if source not in narrowed and isinstance(VALUE.get(source), torch.Tensor):
             with graph.inserting_before(gather):
-                narrowed[given] = narrowing_cast(graph, given, dtype, like=casts[0])
-    for given, cast in narrowed.items():
-        gather.replace_input_with(given, cast)
-    changed = {gather, *carriers}
+                narrowed[source] = narrowing_cast(graph, source, dtype, like=casts[0])
+    for source, cast in narrowed.items():
+        gather.replace_input_with(source, cast)
+    changed = {gather, *views}
     for node in [node for node in graph.nodes if node in changed]:
         evaluate(node)
     for cast in casts:

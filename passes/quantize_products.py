@@ -94,8 +94,8 @@ class QuantizeProducts:
         pairs = zip(body.graph.find_nodes(op="placeholder"), operands_passed(node), strict=False)
         names = {getattr(operand, "name", ""): inner.name for inner, operand in pairs}
         weights, ends = (
-            tuple(names[name] for name in given or () if name in names)
-            for given in (self.weights, self.ends)
+            tuple(names[name] for name in outer_names or () if name in names)
+            for outer_names in (self.weights, self.ends)
         )
         return dataclasses.replace(self, weights=weights, ends=ends)
 
@@ -121,18 +121,18 @@ class _Quantizer:
             names = [source.name for source in sources if value_of(source).dim() == 2]
             ends = (names[0], names[-1]) if names else ()
         for node, operands, weight in weighted:
-            why = self._why_not(node, weight, ends)
-            if why:
-                FLOAT8_NOTE.put(node, f"not in float8: {why}")
+            reason = self._why_not(node, weight, ends)
+            if reason:
+                FLOAT8_NOTE.put(node, f"not in float8: {reason}")
             else:
                 assert weight is not None
                 self._quantize(node, operands, *weight)
-            self.counts["products_not_in_float8" if why else "products_in_float8"] += 1
+            self.counts["products_not_in_float8" if reason else "products_in_float8"] += 1
 
     def _weight_of(self, node: fx.Node, operands: Operands) -> tuple[fx.Node, bool] | None:
         """Returns the placeholder of a product's weight, and True if its rows are outputs."""
-        given = bind(node.target, node.args, dict(node.kwargs))[operands.weight]  # type: ignore[arg-type]
-        source = given.args[0] if inserted_cast(given) is not None else given
+        argument = bind(node.target, node.args, dict(node.kwargs))[operands.weight]  # type: ignore[arg-type]
+        source = argument.args[0] if inserted_cast(argument) is not None else argument
         value, has_rows = value_of(source), operands.has_rows_of_outputs
         if id(value) in self.sources:
             return self.sources[id(value)], has_rows
@@ -167,9 +167,17 @@ class _Quantizer:
         back: tuple[Any, Any] = (None, None)
         if has_gradient and value_of(x).requires_grad:
             back = self._quantized(node, weight, settings, has_rows, is_back=True)
-        own = weight if has_gradient and value_of(weight).requires_grad else None
+        differentiable_weight = weight if has_gradient and value_of(weight).requires_grad else None
         offsets = bound.get(operands.offsets)
-        args = (x, own, recipe, *forward, *back, has_rows, *(() if offsets is None else (offsets,)))
+        args = (
+            x,
+            differentiable_weight,
+            recipe,
+            *forward,
+            *back,
+            has_rows,
+            *(() if offsets is None else (offsets,)),
+        )
         result = self._add(node, float8_product, args)
         note = f"float8, recipe {recipe}: {RECIPES[recipe]}"
         if SOURCES[settings.source] is not None:

@@ -242,13 +242,13 @@ def compare(
     contenders = contenders_of(workload, settings) if contenders is None else contenders
     total = len(contenders) + settings.repeats
     runs: dict[str, Run] = {}
-    known: dict[str, dict[str, Any]] = {}
+    facts: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
     expected = None if workload.micro_batches else _exact(workload, settings)
     for number, contender in enumerate(contenders):
         watch(f"{workload.name}: building {contender.name}", number, total)
         try:
-            run, known[contender.name] = _build(contender, workload, settings, expected)
+            run, facts[contender.name] = _build(contender, workload, settings, expected)
         except Exception as error:
             log.debug("%s failed", contender.name, exc_info=True)
             first_line = str(error).strip().partition("\n")[0]
@@ -268,7 +268,7 @@ def compare(
     )
     num_recompiled = _num_graphs() - num_graphs
     casts, roof = timings.pop(CASTS, None), timings.pop(ROOF, None)
-    measured = tuple(Measured(name, timing, **known[name]) for name, timing in timings.items())
+    measured = tuple(Measured(name, timing, **facts[name]) for name, timing in timings.items())
     comparison = Comparison(workload.name, measured, failures, num_recompiled)
     pairs = (paired_figure(comparison, *pair) for pair in _PAIRS)
     figures = [figure for figure in pairs if figure is not None]
@@ -403,8 +403,8 @@ def paired_figure(comparison: Comparison, name: str, reference: str) -> Figure |
     ratio = comparison.paired_ratio(name, reference)
     if ratio is None:
         return None
-    what = f"{comparison.workload}: {name} / {reference}, round by round"
-    return Figure(what, ratio, "times", comparison.paired_interval(name, reference))
+    description = f"{comparison.workload}: {name} / {reference}, round by round"
+    return Figure(description, ratio, "times", comparison.paired_interval(name, reference))
 
 
 def _cast_figures(
@@ -417,5 +417,5 @@ def _cast_figures(
             share = 100 * casts.median / measured.timing.median
             yield Figure(f"{name}: that share of a native step", share, "%")
             if number > 1:
-                what = f"{number} times that, as it does, share of a native step"
-                yield Figure(f"{name}: {what}", number * share, "%")
+                description = f"{number} times that, as it does, share of a native step"
+                yield Figure(f"{name}: {description}", number * share, "%")

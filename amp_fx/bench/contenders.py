@@ -228,10 +228,10 @@ def copy_forward(model: nn.Module, name: str) -> None:
     """
     forward = type(model).forward
     code = forward.__code__.replace(co_name=f"forward_{name.replace('-', '_')}")
-    own = types.FunctionType(
+    copy = types.FunctionType(
         code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
     )
-    model.__class__ = type(type(model).__name__, (type(model),), {"forward": own})
+    model.__class__ = type(type(model).__name__, (type(model),), {"forward": copy})
 
 
 def compiled(
@@ -247,8 +247,8 @@ def compiled(
         return torch.compile(model, backend=contender.package)
     if not contender.is_amp_fx:
         parsed = Options.parse(dict(contender.options))
-        given = {**numerics_config(parsed), **dict(parsed.inductor)} or None
-        return torch.compile(model, backend=settings.compiler, options=given)
+        inductor_options = {**numerics_config(parsed), **dict(parsed.inductor)} or None
+        return torch.compile(model, backend=settings.compiler, options=inductor_options)
     options = {"dtype": settings.dtype, "compiler": settings.compiler, **dict(contender.options)}
     return torch.compile(model, backend="amp_fx", options=options)
 

@@ -91,8 +91,8 @@ def print_outcome(console: Console, case: str, outcome: Comparison | Figure) -> 
         console.print(line, markup=False, soft_wrap=True)
         return
     console.print(comparison_table(case, outcome))
-    for name, why in outcome.failures.items():
-        console.print(f"{name} failed: {why}", markup=False, soft_wrap=True)
+    for name, error in outcome.failures.items():
+        console.print(f"{name} failed: {error}", markup=False, soft_wrap=True)
     if outcome.num_recompiled:
         console.print(
             f"{outcome.num_recompiled} graphs were compiled during timing: the times are invalid"
@@ -116,10 +116,10 @@ def print_footer(console: Console, report: BenchReport) -> None:
         soft_wrap=True,
     )
     if any(m.peak_bytes is not None for _, c in report.comparisons for m in c.measured):
-        how = how_measured(report.settings.device)
-        console.print(f"Memory: {how}.", soft_wrap=True)
-    for case, why in report.failures.items():
-        console.print(f"{case} failed: {why}", markup=False, soft_wrap=True)
+        description = how_measured(report.settings.device)
+        console.print(f"Memory: {description}.", soft_wrap=True)
+    for case, error in report.failures.items():
+        console.print(f"{case} failed: {error}", markup=False, soft_wrap=True)
 
 
 def comparison_table(case: str, comparison: Comparison) -> Table:

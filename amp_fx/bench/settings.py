@@ -68,14 +68,14 @@ def choose(option: str, text: str, allowed: Sequence[str]) -> str:
 
 def parse_device(text: str) -> torch.device:
     """Returns a device that exists on this machine and that autocast supports."""
-    known = autocast_device_types()
+    supported = autocast_device_types()
     try:
         device = torch.device(text)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError):
         raise OptionError(f"--device {text}: this machine has no such device: use cpu") from None
-    if device.type not in known:
-        raise OptionError(f"--device {text}: autocast only supports {', '.join(known)}")
+    if device.type not in supported:
+        raise OptionError(f"--device {text}: autocast only supports {', '.join(supported)}")
     return device
 
 

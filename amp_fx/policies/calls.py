@@ -93,7 +93,7 @@ def apply_policy(
     device_type: str,
     low_dtype: torch.dtype,
     *,
-    kept: Collection[str] = (),
+    skipped: Collection[str] = (),
 ) -> Call:
     """Applies a cast policy to a call.
 
@@ -102,7 +102,7 @@ def apply_policy(
         call: The op and its arguments.
         device_type: The device type of the autocast region.
         low_dtype: The low-precision dtype of the region.
-        kept: Names of arguments that are not cast.
+        skipped: Names of arguments that are not cast.
 
     Returns:
         The call with its casts, or ``call`` itself if nothing changes.
@@ -121,10 +121,10 @@ def apply_policy(
     if policy is CastPolicy.FP32_APPEND_DTYPE:
         return _append_dtype(call, device_type)
     if policy is CastPolicy.PROMOTE:
-        dtype = promoted_dtype(call, device_type, low_dtype, kept=kept)
+        dtype = promoted_dtype(call, device_type, low_dtype, skipped=skipped)
     else:
         dtype = input_dtype(policy, low_dtype)
-    names = [name for name in castable_arguments(call[0]) if name not in kept]
+    names = [name for name in castable_arguments(call[0]) if name not in skipped]
     return cast_arguments(call, dict.fromkeys(names, dtype), device_type)
 
 
@@ -165,7 +165,7 @@ def banned_message(op: OpOverload) -> str:
 
 
 def promoted_dtype(
-    call: Call, device_type: str, low_dtype: torch.dtype, *, kept: Collection[str] = ()
+    call: Call, device_type: str, low_dtype: torch.dtype, *, skipped: Collection[str] = ()
 ) -> torch.dtype:
     """Returns the dtype to which a ``promote`` op casts its inputs.
 
@@ -173,7 +173,7 @@ def promoted_dtype(
     input of the other low dtype (``at::autocast::prioritize``); here, such inputs are cast to
     float32, which represents all their values.
     """
-    tensors = [t for t in castable_tensors(call, kept=kept) if is_eligible(t, device_type)]
+    tensors = [t for t in castable_tensors(call, skipped=skipped) if is_eligible(t, device_type)]
     return low_dtype if all(t.dtype == low_dtype for t in tensors) else torch.float32
 
 
@@ -255,11 +255,11 @@ def _differs(old: Any, new: Any) -> bool:
     return old is not new
 
 
-def castable_tensors(call: Call, *, kept: Collection[str] = ()) -> list[torch.Tensor]:
+def castable_tensors(call: Call, *, skipped: Collection[str] = ()) -> list[torch.Tensor]:
     """Returns the tensors among the castable arguments of a call, in order."""
     op, args, kwargs = call
     bound = bind(op, args, kwargs)
-    values = [bound.get(name) for name in castable_arguments(op) if name not in kept]
+    values = [bound.get(name) for name in castable_arguments(op) if name not in skipped]
     flat = [v for value in values for v in (value if isinstance(value, (list, tuple)) else [value])]
     return [v for v in flat if isinstance(v, torch.Tensor)]
 
@@ -351,9 +351,9 @@ def _defaults(op: OpOverload) -> dict[str, Any]:
 def unbind(op: OpOverload, bound: dict[str, Any]) -> Call:
     """Returns a call with named arguments, passed by position up to the first omitted one."""
     args: list[Any] = []
-    rest = dict(bound)
+    remaining = dict(bound)
     for arg in op._schema.arguments:
-        if arg.kwarg_only or arg.name not in rest:
+        if arg.kwarg_only or arg.name not in remaining:
             break
-        args.append(rest.pop(arg.name))
-    return op, tuple(args), rest
+        args.append(remaining.pop(arg.name))
+    return op, tuple(args), remaining

@@ -313,9 +313,9 @@ def _why_not(overloads: tuple[str, ...], policy: CastPolicy) -> str:
         return f"{names} has no equivalent overload with a dtype argument"
     if policy in PRODUCT_POLICIES:
         products = ", ".join(PRODUCT_POLICIES[policy])
-        why = f"{names} does not support this policy; the supported products are {products}"
+        reason = f"{names} does not support this policy; the supported products are {products}"
         is_grouped = any(PRODUCTS[op].offsets for op in overloads if op in PRODUCTS)
-        return f"{why}{_OF_GROUPED if is_grouped else ''}"
+        return f"{reason}{_OF_GROUPED if is_grouped else ''}"
     return (
         f"{names} writes to its inputs, returns a view of them or has no tensor inputs, and "
         "autocast never casts the inputs of such ops"
@@ -492,9 +492,9 @@ def _check_operands(
         operands = PRODUCTS[op] if op in products else None
         expected = () if operands is None else (operands.input, operands.weight)
         if not expected or set(given) != set(expected):
-            both = " and ".join(expected) or f"both operands of one of {', '.join(products)}"
+            names = " and ".join(expected) or f"both operands of one of {', '.join(products)}"
             raise PolicyError(
-                f"op {pattern!r}: expected {policy.value} for {both} and no other argument, got "
+                f"op {pattern!r}: expected {policy.value} for {names} and no other argument, got "
                 f"{', '.join(given)}"
             )
 

@@ -77,8 +77,8 @@ class Decision:
             if self.policy is CastPolicy.LOWER_PRECISION_IO:
                 call = lower_first(call, device_type, low_dtype)
             dtype = result_dtype(call, device_type)
-        kept = [name for name, _ in self.args]
-        call = apply_policy(self.policy, call, device_type, low_dtype, kept=kept)
+        skipped = [name for name, _ in self.args]
+        call = apply_policy(self.policy, call, device_type, low_dtype, skipped=skipped)
         dtypes = self._argument_dtypes(call, low_dtype)
         return cast_arguments(call, dtypes, device_type) if dtypes else call, dtype
 

@@ -47,9 +47,9 @@ class Document:
     def error(self, where: tuple[Any, ...], message: str) -> PolicyError:
         """Returns an error about one entry, with its line and key."""
         line = _line_of(self._text, where)
-        place = f", line {line}" if line else ""
+        location = f", line {line}" if line else ""
         key = ".".join(str(part) for part in where if not isinstance(part, int))
-        return PolicyError(f"{self._source}{place}, key {key!r}: {message}")
+        return PolicyError(f"{self._source}{location}, key {key!r}: {message}")
 
 
 _HEADER = re.compile(r"\s*\[+([^\]]*)\]")
@@ -62,7 +62,7 @@ def _line_of(text: str, where: tuple[Any, ...]) -> int | None:
     parts = [part for part in where if not isinstance(part, int)]
     section: list[str] = []
     seen: dict[str, int] = {}
-    found = None
+    line_number = None
     for number, line in enumerate(text.splitlines(), 1):
         header, entry = _HEADER.match(line), _ENTRY.match(line)
         if header is not None:
@@ -71,10 +71,10 @@ def _line_of(text: str, where: tuple[Any, ...]) -> int | None:
         path = [*section, *([_plain_key(entry[1])] if entry and header is None else [])]
         is_group = len(section) != 1 or seen.get(section[0], 0) == index
         if path and is_group and parts[: len(path)] == path:
-            found = number
+            line_number = number
             if path == parts:
                 return number
-    return found
+    return line_number
 
 
 def _plain_key(key: str) -> str:
@@ -101,9 +101,9 @@ def to_text(
     lines = [_HEAD.rstrip(), *(f"{key} = {_value(value)}" for key, value in entries.items())]
     for device, table in tables.items():
         lines += ["", f"[tables.{_key(device)}]", *_entry_lines(table)]
-    for key, several in groups.items():
-        header = f"[{key}]" if len(several) == 1 else f"[[{key}]]"
-        for index, group in enumerate(several):
+    for key, group_tables in groups.items():
+        header = f"[{key}]" if len(group_tables) == 1 else f"[[{key}]]"
+        for index, group in enumerate(group_tables):
             lines += ["", header]
             for entry, line in zip(group, _entry_lines(group), strict=True):
                 lines += [_comment(text) for text in comments.get((key, index, entry), ())]
@@ -143,7 +143,7 @@ def find_object(name: str) -> Any:
     parts = name.replace(":", ".").split(".")
     for split in range(len(parts) - 1, 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(parts[:split]))
+            value: Any = importlib.import_module(".".join(parts[:split]))
         except ModuleNotFoundError:
             continue
         except (Exception, SystemExit) as error:
@@ -152,10 +152,10 @@ def find_object(name: str) -> Any:
             ) from error
         try:
             for part in parts[split:]:
-                found = getattr(found, part)
+                value = getattr(value, part)
         except AttributeError:
             break
-        return found
+        return value
     raise PolicyError(f"{name!r} cannot be imported: expected a name like 'package.module:name'")
 
 
@@ -191,8 +191,8 @@ class Trust:
 
     def find_class(self, name: str) -> Any:
         """Returns the class with a name that ``check_class`` accepted."""
-        found = _imported(name)
-        return find_object(name) if found is None else found
+        cls = _imported(name)
+        return find_object(name) if cls is None else cls
 
     def _allows(self, name: str) -> bool:
         dotted = name.replace(":", ".")
@@ -213,9 +213,9 @@ def _imported(name: str) -> Any:
     """
     parts = name.replace(":", ".").split(".")
     for split in range(len(parts) - 1, 0, -1):
-        found: Any = sys.modules.get(".".join(parts[:split]))
+        value: Any = sys.modules.get(".".join(parts[:split]))
         for part in parts[split:]:
-            found = getattr(found, "__dict__", {}).get(part)
-        if found is not None:
-            return found
+            value = getattr(value, "__dict__", {}).get(part)
+        if value is not None:
+            return value
     return None

@@ -116,14 +116,14 @@ def _local_sizes(weight: Any) -> tuple[int, int] | None:
 
 
 def _why_not_of_sizes(num_out: int, num_in: int, settings: Float8) -> str:
-    for what, size, least in (
+    for name, size, least in (
         ("outputs", num_out, settings.least_out),
         ("inputs", num_in, settings.least_in),
     ):
         if size % MULTIPLE or not size:
-            return f"its {size} {what} are not a multiple of {MULTIPLE}"
+            return f"its {size} {name} are not a multiple of {MULTIPLE}"
         if size < least:
-            return f"its {size} {what} are fewer than {least}"
+            return f"its {size} {name} are fewer than {least}"
     return ""
 
 
@@ -480,22 +480,22 @@ def weight_of(call: Call) -> tuple[torch.Tensor | None, bool]:
     The argument of the call may also be the transposed parameter.
     """
     operands = PRODUCTS[qualified_name(call[0])]
-    given, has_rows = bind(*call)[operands.weight], operands.has_rows_of_outputs
-    if isinstance(given, torch.nn.Parameter):
-        return given, has_rows
-    base = turned_base(given)
+    argument, has_rows = bind(*call)[operands.weight], operands.has_rows_of_outputs
+    if isinstance(argument, torch.nn.Parameter):
+        return argument, has_rows
+    base = turned_base(argument)
     return (base, not has_rows) if isinstance(base, torch.nn.Parameter) else (None, has_rows)
 
 
-def turned_base(given: torch.Tensor) -> torch.Tensor | None:
+def turned_base(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns the base of a tensor if the tensor is its transpose (``mT``), otherwise None."""
-    base = given._base if given._is_view() else None
+    base = tensor._base if tensor._is_view() else None
     if base is None or base.dim() not in (2, 3):
         return None
     turned = base.mT
-    is_turned = (given.shape, given.stride()) == (turned.shape, turned.stride())
-    is_same = is_turned and given.storage_offset() == base.storage_offset()
-    is_differentiable = not torch.is_grad_enabled() or given.requires_grad == base.requires_grad
+    is_turned = (tensor.shape, tensor.stride()) == (turned.shape, turned.stride())
+    is_same = is_turned and tensor.storage_offset() == base.storage_offset()
+    is_differentiable = not torch.is_grad_enabled() or tensor.requires_grad == base.requires_grad
     return base if is_same and is_differentiable else None
 
 
@@ -516,12 +516,14 @@ def run_float8(
     offsets = bound.get(operands.offsets)
     has_gradient = torch.is_grad_enabled()
     is_back = has_gradient and x.requires_grad
-    own = weight if has_gradient and weight.requires_grad else None
+    differentiable_weight = weight if has_gradient and weight.requires_grad else None
 
     def run() -> torch.Tensor:
         quantized = float8_weight(weight, recipe, has_rows, False, source)
         back = float8_weight(weight, recipe, has_rows, True, source) if is_back else (None, None)
-        result: torch.Tensor = float8_product(x, own, recipe, *quantized, *back, has_rows, offsets)
+        result: torch.Tensor = float8_product(
+            x, differentiable_weight, recipe, *quantized, *back, has_rows, offsets
+        )
         return result
 
     mode: Any = current_dispatch_mode()

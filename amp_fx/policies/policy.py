@@ -107,7 +107,7 @@ class Policy:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, trusted: bool | Iterable[str] = False) -> Policy:
-        """Reads a policy file (``amp_fx.policies.saved`` describes the format).
+        """Reads a policy file (``amp_fx.policies.saved.load`` describes the format).
 
         Args:
             path: The path of the file.
@@ -352,8 +352,8 @@ class Policy:
     def __repr__(self) -> str:
         """Returns the name, the number of ops per device type, and the number of overrides."""
         counts = [f"{d}: {len(table)} ops" for d, table in self.tables.items()] or ["no devices"]
-        changes = {what: len(getattr(self, what)) for what in ("ops", "modules", "args", "rules")}
-        counts += [f"with {what}: {number}" for what, number in changes.items() if number]
+        changes = {kind: len(getattr(self, kind)) for kind in ("ops", "modules", "args", "rules")}
+        counts += [f"with {kind}: {number}" for kind, number in changes.items() if number]
         counts += [f"dtype on {device}: {dtype}" for device, dtype in self.dtypes]
         float8, defaults = dataclasses.asdict(self.float8), dataclasses.asdict(_FLOAT8)
         counts += [f"float8 {k}: {value}" for k, value in float8.items() if value != defaults[k]]

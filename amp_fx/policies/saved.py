@@ -1,24 +1,4 @@
-"""Saves and loads policy files, which contain a preset and overrides.
-
-    base = "torch"
-    dtype = "float16"                    # or: dtype = { cuda = "float16" }
-    float8 = { recipe = "rowwise", least_in = 1024, least_out = 1024 }
-    rules = ["mypackage.rules:my_rule"]
-
-    [ops]
-    softmax = "lower_precision_fp"
-
-    [modules]
-    "decoder.*.norm" = "fp32"
-    "decoder.0.attn" = { matmul = "fp32" }   # single ops in the module
-
-    [args]
-    index_add = { source = "same_as:self" }
-
-Keys and values are those of ``Policy.with_ops``, ``with_modules`` and ``with_args``. A table holds
-the argument of one call; the tables of several calls are ``[[ops]]``. ``[tables.<device type>]``
-replaces the table of a device. ``devices`` lists the device types if they differ from the preset's.
-"""
+"""Saves and loads policy files, which contain a preset and overrides."""
 
 from __future__ import annotations
 
@@ -57,7 +37,28 @@ _KEYS = (
 
 
 def load(path: str | os.PathLike[str], *, trusted: bool | Iterable[str] = False) -> Policy:
-    """Reads a policy file."""
+    """Reads a policy file.
+
+    Keys and values are those of ``Policy.with_ops``, ``with_modules`` and ``with_args``. A table
+    holds the argument of one call; the tables of several calls are ``[[ops]]``. ``[tables.<device
+    type>]`` replaces the table of a device. ``devices`` lists the device types if they differ from
+    those of the preset. For example::
+
+        base = "torch"
+        dtype = "float16"                    # or: dtype = { cuda = "float16" }
+        float8 = { recipe = "rowwise", least_in = 1024, least_out = 1024 }
+        rules = ["mypackage.rules:my_rule"]
+
+        [ops]
+        softmax = "lower_precision_fp"
+
+        [modules]
+        "decoder.*.norm" = "fp32"
+        "decoder.0.attn" = { matmul = "fp32" }   # single ops in the module
+
+        [args]
+        index_add = { source = "same_as:self" }
+    """
     trust = Trust(trusted)
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -212,21 +213,21 @@ def save(policy: Policy, path: str | os.PathLike[str]) -> None:
     Path(path).write_text(to_text(policy), encoding="utf-8")
 
 
-def _check_importable(thing: Any, what: str) -> None:
-    name = _import_name(thing)
+def _check_importable(obj: Any, what: str) -> None:
+    name = _import_name(obj)
     try:
-        found = find_object(name)
+        imported = find_object(name)
     except PolicyError:
-        found = None
-    if found is not thing or name.startswith("__main__"):
+        imported = None
+    if imported is not obj or name.startswith("__main__"):
         raise PolicyError(
             f"{what} cannot be saved, because policy files contain functions and classes by name, "
             f"and {name!r} does not import it: define it at the top level of a module"
         )
 
 
-def _import_name(thing: Any) -> str:
-    return f"{getattr(thing, '__module__', '?')}:{getattr(thing, '__qualname__', repr(thing))}"
+def _import_name(obj: Any) -> str:
+    return f"{getattr(obj, '__module__', '?')}:{getattr(obj, '__qualname__', repr(obj))}"
 
 
 def to_text(policy: Policy) -> str:

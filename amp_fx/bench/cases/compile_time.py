@@ -76,16 +76,18 @@ def _own_share(
 ) -> Iterator[Comparison | Figure]:
     """Measures the seconds in amp_fx, without those of the inner compiler."""
     sizes = sorted({max(1, layers // 4), layers, 4 * layers})
-    own = {}
+    seconds = {}
     for index, size in enumerate(sizes):
         watch(f"amp_fx's own part, {size} layers", index, len(sizes))
         with tempfile.TemporaryDirectory(prefix="amp_fx_bench_") as cache:
-            own[size] = _measure("amp_fx", size, settings, "eager", Path(cache))["own_seconds"]
-        yield Figure(f"amp_fx's own part, {size} layers", own[size], "s")
+            measured = _measure("amp_fx", size, settings, "eager", Path(cache))
+            seconds[size] = measured["own_seconds"]
+        yield Figure(f"amp_fx's own part, {size} layers", seconds[size], "s")
     for small, large in itertools.pairwise(sizes):
-        per_layer = 1e3 * (own[large] - own[small]) / (large - small)
+        per_layer = 1e3 * (seconds[large] - seconds[small]) / (large - small)
         yield Figure(f"... for each layer from {small} to {large}", per_layer, "ms")
-    yield Figure(f"... of a cold compilation of {layers} layers", 100 * own[layers] / total, "%")
+    share = 100 * seconds[layers] / total
+    yield Figure(f"... of a cold compilation of {layers} layers", share, "%")
 
 
 def _comparison(workload: str, seconds: Seconds) -> Comparison:
@@ -102,7 +104,7 @@ def _measure(
     cache: Path,
     is_inference: bool = False,
 ) -> dict[str, float]:
-    given = {
+    request = {
         "contender": contender,
         "layers": layers,
         "compiler": compiler,
@@ -113,7 +115,7 @@ def _measure(
     }
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
     done = subprocess.run(
-        [sys.executable, "-m", WORKER, json.dumps(given)],
+        [sys.executable, "-m", WORKER, json.dumps(request)],
         env=os.environ | caches,
         capture_output=True,
         text=True,

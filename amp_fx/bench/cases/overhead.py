@@ -51,7 +51,9 @@ def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
     yield comparison
     medians = {measured.name: measured.timing.median for measured in comparison.measured}
     if {AMP_FX, LIMIT} <= medians.keys():
-        above = statistics.median(ours - limit for ours, limit in comparison.rounds(AMP_FX, LIMIT))
+        above = statistics.median(
+            amp_fx_time - limit_time for amp_fx_time, limit_time in comparison.rounds(AMP_FX, LIMIT)
+        )
         yield Figure("a call of amp_fx", 1e6 * medians[AMP_FX], "µs")
         yield Figure("a call of limit", 1e6 * medians[LIMIT], "µs")
         yield Figure("a call of amp_fx, above limit, round by round", 1e6 * above, "µs")
@@ -98,8 +100,8 @@ def _refresh(
     with settings.device:
         model = build().eval()
     weights: list[torch.Tensor] = [weight.detach() for weight in model.parameters()]
-    what = f"refresh of {len(weights)} weights after a step, beside the copying"
-    watch(what, 0, 1)
+    description = f"refresh of {len(weights)} weights after a step, beside the copying"
+    watch(description, 0, 1)
     call = compiled(BY_NAME[UNFROZEN], model, (), settings)
     lows = [weight.to(settings.dtype) for weight in weights]
     # Call an op of optimizers instead of an optimizer, whose hooks may refresh before the timed
@@ -118,5 +120,5 @@ def _refresh(
         )
     torch.compiler.reset()
     rounds = zip(*(timings[name].times for name in (STALE, FRESH, COPYING)), strict=True)
-    rest = statistics.median(stale - fresh - copying for stale, fresh, copying in rounds)
-    return Figure(what, 1e6 * rest, "µs")
+    overhead = statistics.median(stale - fresh - copying for stale, fresh, copying in rounds)
+    return Figure(description, 1e6 * overhead, "µs")

@@ -108,8 +108,8 @@ def _one_thread(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-class _Workload:
-    """An optimizer that all scalers step, so that its memory has the same addresses for all."""
+class _SharedOptimizer:
+    """An optimizer that scalers step in turn, so that its memory has the same addresses for all."""
 
     def __init__(self, optimizer: str, num_params: int, device: str) -> None:
         self._params: list[Tensor] = [
@@ -161,16 +161,16 @@ def _steps(
         TORCH: torch.amp.GradScaler(device),
         AMP_FX: GradScaler(device),
     }
-    shared = _Workload(optimizer, num_params, device)
+    shared = _SharedOptimizer(optimizer, num_params, device)
     steps: dict[str, Run] = {}
     before: dict[str, Run] = {}
     for name, scaler in scalers.items():
         steps[name] = functools.partial(shared.step_and_update, scaler)
         before[name] = functools.partial(shared.give_gradients, scaler)
     if compiler is not None:
-        scaler, own = GradScaler(device), _Workload(optimizer, num_params, device)
-        steps[COMPILED] = scaler.compile_step(own.optimizer, backend=compiler)
-        before[COMPILED] = functools.partial(own.give_gradients, scaler)
+        scaler, separate = GradScaler(device), _SharedOptimizer(optimizer, num_params, device)
+        steps[COMPILED] = scaler.compile_step(separate.optimizer, backend=compiler)
+        before[COMPILED] = functools.partial(separate.give_gradients, scaler)
     for name in [*steps] * 3:
         before[name]()
         steps[name]()

@@ -37,12 +37,12 @@ def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
     x = torch.randn(1, width, device=settings.device)
     workload = Workload(f"Linear({width}) x6, batch 1", functools.partial(MLP, width, 6), (x,))
     for num_threads in THREADS:
-        what = f"{workload.name}, {num_threads} thread{'s' if num_threads > 1 else ''}"
-        watch(what, num_threads, 1 + len(THREADS))
+        title = f"{workload.name}, {num_threads} thread{'s' if num_threads > 1 else ''}"
+        watch(title, num_threads, 1 + len(THREADS))
         with threads(num_threads):
             calls = {name: _compiled(name, workload, settings) for name in names}
-            yield from _latencies(what, calls, num_threads, settings.repeats)
-            yield from _throughputs(f"{what}, {CLIENTS} clients", calls, settings.repeats)
+            yield from _latencies(title, calls, num_threads, settings.repeats)
+            yield from _throughputs(f"{title}, {CLIENTS} clients", calls, settings.repeats)
         torch.compiler.reset()
 
 
