@@ -60,7 +60,7 @@ def _register_fallback(op: Any) -> None:
         make(op, constrain_to_fx_strides, warn=False, override_decomp=True)
 
 
-def keeping_whole(decompositions: Mapping[Any, Callable[..., Any]]) -> dict[Any, Any]:
+def exact_decompositions(decompositions: Mapping[Any, Callable[..., Any]]) -> dict[Any, Any]:
     """Returns a decomposition table that does not decompose ops whose kernels are needed.
 
     A softmax that is decomposed into exact ops does not have the bits of ATen's softmax. Relies on

@@ -46,7 +46,7 @@ from amp_fx.policies.float8 import (
     float8_product,
     float8_weight,
     operands_of,
-    turned_base,
+    transposed_base,
     why_not_float8,
 )
 from amp_fx.tables.cast_policy import CastPolicy
@@ -137,7 +137,7 @@ class _Quantizer:
         if id(value) in self.sources:
             return self.sources[id(value)], has_rows
         with analysis(self.fake_mode, is_grad_enabled=SITE.of(node).is_grad_enabled):
-            base = turned_base(value)
+            base = transposed_base(value)
         return (self.sources[id(base)], not has_rows) if id(base) in self.sources else None
 
     def _why_not(self, node: fx.Node, weight: Any, ends: tuple[str, ...]) -> str:

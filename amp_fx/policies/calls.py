@@ -281,7 +281,7 @@ def castable_arguments(op: OpOverload) -> list[str]:
     return names[:1] if "running_mean" in names else names
 
 
-def takes_policy(op: str, policy: CastPolicy, *, is_listed: bool = False) -> bool:
+def supports_policy(op: str, policy: CastPolicy, *, is_listed: bool = False) -> bool:
     """Returns True if an op overload supports a cast policy."""
     name, _, overload = op.partition(".")
     if not has_kernels(op) and not has_schema(op):

@@ -13,7 +13,7 @@ import torch
 
 from amp_fx.dtypes import as_dtype, is_low
 from amp_fx.errors import PolicyError, did_you_mean
-from amp_fx.policies.calls import CAST_ARGUMENT_TYPES, has_schema, is_changeable, takes_policy
+from amp_fx.policies.calls import CAST_ARGUMENT_TYPES, has_schema, is_changeable, supports_policy
 from amp_fx.policies.files import find_object
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.float8 import PRODUCTS
@@ -153,18 +153,18 @@ class ModuleOverride:
         """Returns the name of the override in messages and decisions."""
         return f"module {self.text!r}" + (f", op {self.op!r}" if self.op else "")
 
-    def holds_for(self, op: str) -> bool:
+    def applies_to(self, op: str) -> bool:
         """Returns True if the override applies to an op with this qualified overload name."""
         return not self.op or op in self.overloads
 
-    def fits(self, stack: ModuleStack) -> bool:
+    def matches(self, stack: ModuleStack) -> bool:
         """Returns True if one of the modules around an op matches the pattern."""
         return any(
-            self.fits_module(path, cls) or self.fits_module(name, cls)
+            self.matches_module(path, cls) or self.matches_module(name, cls)
             for path, cls, name in stack or (("", "", ""),)
         )
 
-    def fits_module(self, path: str, cls: type | str) -> bool:
+    def matches_module(self, path: str, cls: type | str) -> bool:
         """Returns True if a module with this path and class matches the pattern."""
         if isinstance(self.pattern, type):
             return _is_class(cls, self.pattern)
@@ -288,7 +288,7 @@ def _op_override(pattern: str, value: Treatment, listed: frozenset[str]) -> OpOv
     policy = to_policy(f"op {pattern!r}", value)
     overloads = expand_ops(pattern, listed)
     known = _listed_by_presets()
-    supported = tuple(op for op in overloads if takes_policy(op, policy, is_listed=op in known))
+    supported = tuple(op for op in overloads if supports_policy(op, policy, is_listed=op in known))
     if supported:
         return OpOverride(pattern, policy, supported)
     raise PolicyError(f"op {pattern!r} cannot be {policy.value}: {_why_not(overloads, policy)}")

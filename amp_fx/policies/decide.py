@@ -26,7 +26,7 @@ from amp_fx.policies.calls import (
     lower_first,
     qualified_name,
     result_dtype,
-    takes_policy,
+    supports_policy,
 )
 from amp_fx.policies.changes import SAME_AS, path_of, to_policy
 from amp_fx.policies.float8 import operands_of
@@ -159,7 +159,7 @@ class Resolver:
                 return Decision(policy, f"rule {rule.name}")
         overrides: tuple[ModuleOverride, ...] = self.module_overrides(stack)
         name = qualified_name(call[0])
-        override = next((m for m in overrides if m.holds_for(name)), None)
+        override = next((m for m in overrides if m.applies_to(name)), None)
         if override is None or not _suits(override.policy, call[0]):
             return by_op
         return Decision(override.policy, override.origin)
@@ -190,7 +190,7 @@ class Resolver:
         """Returns the matching overrides in order of precedence, up to the first for all ops."""
         matching: list[ModuleOverride] = []
         for override in reversed(self._modules):
-            if override.fits(stack):
+            if override.matches(stack):
                 matching.append(override)
                 if not override.op:
                     break
@@ -232,7 +232,7 @@ def _evaluate_rule(rule: RuleOverride, call: Call, stack: ModuleStack) -> CastPo
     policy = to_policy(f"{where}, return value", result)
     if policy in PRODUCT_POLICIES:
         return policy  # if the op is not a product, the tables apply
-    if not takes_policy(name, policy, is_listed=True):
+    if not supports_policy(name, policy, is_listed=True):
         raise PolicyError(f"{where} returned {policy.value}, which the op does not support")
     return policy
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.dtypes import is_spread
+from amp_fx.dtypes import is_dtensor
 from amp_fx.policies.calls import bind, is_eligible, qualified_name
 from amp_fx.policies.rounding import round_to, rounded
 from amp_fx.tables.cast_policy import CastPolicy
@@ -113,7 +113,7 @@ class _Float32Product(torch.autograd.Function):
 def _product(a: torch.Tensor, b: torch.Tensor, low_dtype: torch.dtype | None) -> torch.Tensor:
     product = torch.mm if a.dim() == 2 else torch.bmm
     with DisableTorchFunction(), DisableAutocast():  # a backward may run in an autocast region
-        if a.device.type not in WITH_OUT_DTYPE or is_spread(a) or is_spread(b):
+        if a.device.type not in WITH_OUT_DTYPE or is_dtensor(a) or is_dtensor(b):
             return product(_in_float32(a, low_dtype), _in_float32(b, low_dtype))
         low_product = functools.partial(product, out_dtype=torch.float32)
         if low_dtype is None:
@@ -194,7 +194,7 @@ def _in_float32(tensor: torch.Tensor, low_dtype: torch.dtype | None) -> torch.Te
 
 _KERNELS = (
     *(_float32_product, _product, product_of_terms, terms, _in_float32),
-    *(is_spread, round_to, rounded, apply_in_op, below_transform),
+    *(is_dtensor, round_to, rounded, apply_in_op, below_transform),
 )
 
 

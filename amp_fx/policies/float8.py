@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.devices.float8 import why_no_float8, why_no_float8_experts
-from amp_fx.dtypes import dtype_name, is_spread
+from amp_fx.dtypes import dtype_name, is_dtensor
 from amp_fx.policies.calls import bind, qualified_name
 from amp_fx.policies.rounding import round_to
 from amp_fx.tables.float8 import BY_ROW, LIMITS, MULTIPLE, PRODUCTS, RECIPES, SOURCES
@@ -101,13 +101,13 @@ def _why_not_of_experts(
 
 def _is_foreign(weight: torch.Tensor) -> bool:
     plain = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-    return type(weight) not in plain and not (is_spread(weight) and weight.dim() == 2)
+    return type(weight) not in plain and not (is_dtensor(weight) and weight.dim() == 2)
 
 
 def _local_sizes(weight: Any) -> tuple[int, int] | None:
     """Returns the local rows and columns of a matrix, or None if they differ between ranks."""
     sizes = list(weight.shape)
-    for dim, placement in enumerate(weight.placements if is_spread(weight) else ()):
+    for dim, placement in enumerate(weight.placements if is_dtensor(weight) else ()):
         if placement.is_shard():
             sizes[placement.dim], rest = divmod(sizes[placement.dim], weight.device_mesh.size(dim))
             if rest:
@@ -191,7 +191,7 @@ def _scaled_product(
         is_fast: If True, GPUs may accumulate in fewer bits (``use_fast_accum``).
     """
     (a, a_factors), (b, b_factors) = left, right
-    if is_spread(a):
+    if is_dtensor(a):
         return _dtensor_product(left, right, dtype, is_fast)
     a = a if a.stride(-1) == 1 else a.contiguous()
     b = b if b.stride(0) == 1 else b.t().contiguous().t()
@@ -483,18 +483,18 @@ def weight_of(call: Call) -> tuple[torch.Tensor | None, bool]:
     argument, has_rows = bind(*call)[operands.weight], operands.has_rows_of_outputs
     if isinstance(argument, torch.nn.Parameter):
         return argument, has_rows
-    base = turned_base(argument)
+    base = transposed_base(argument)
     return (base, not has_rows) if isinstance(base, torch.nn.Parameter) else (None, has_rows)
 
 
-def turned_base(tensor: torch.Tensor) -> torch.Tensor | None:
+def transposed_base(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns the base of a tensor if the tensor is its transpose (``mT``), otherwise None."""
     base = tensor._base if tensor._is_view() else None
     if base is None or base.dim() not in (2, 3):
         return None
-    turned = base.mT
-    is_turned = (tensor.shape, tensor.stride()) == (turned.shape, turned.stride())
-    is_same = is_turned and tensor.storage_offset() == base.storage_offset()
+    transposed = base.mT
+    is_transpose = (tensor.shape, tensor.stride()) == (transposed.shape, transposed.stride())
+    is_same = is_transpose and tensor.storage_offset() == base.storage_offset()
     is_differentiable = not torch.is_grad_enabled() or tensor.requires_grad == base.requires_grad
     return base if is_same and is_differentiable else None
 

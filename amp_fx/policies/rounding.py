@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from amp_fx.dtypes import is_spread
+from amp_fx.dtypes import is_dtensor
 
 _library = torch.library.Library("amp_fx", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("rounded(Tensor x, ScalarType dtype) -> Tensor")  # type: ignore[no-untyped-call]
@@ -24,7 +24,7 @@ def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def round_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Calls ``amp_fx::rounded``; on the local shard of a DTensor."""
-    if is_spread(x):
+    if is_dtensor(x):
         from torch.distributed.tensor import DTensor
 
         dtensor: Any = x
