@@ -209,8 +209,9 @@ def _is_original_op(node: fx.Node) -> bool:
     """Returns True if a node is an op of the program, not part of a decomposition.
 
     Decompositions are only applied if they are exact. Ops are compared by name, because copies of
-    metadata copy the ops. If an op replaces another op, such as a sum with 0, it inherits the
-    metadata of that op, which inductor may not decompose.
+    metadata copy the ops. An op that replaces another op, such as a sum with 0, inherits its
+    metadata. So a node is only part of a decomposition if inductor decomposes the op in its
+    metadata.
     """
     if node.op != "call_function":
         return False
