@@ -156,7 +156,7 @@ class Options:
         return self.numerics in _IMPLIED
 
     def with_inductor(self, more: Mapping[str, Any]) -> Options:
-        """A copy with more options for inductor; without effect on other compilers."""
+        """Returns a copy with more options of inductor, which other compilers ignore."""
         return dataclasses.replace(self, inductor=(*self.inductor, *more.items()))
 
 
@@ -164,11 +164,11 @@ def _to_dtype(name: str, value: Any) -> torch.dtype:
     dtype = as_dtype(value)
     if dtype is None:
         raise OptionError(
-            f"{name}={value!r} is not a dtype: give torch.bfloat16, torch.float16 or such a name"
+            f"{name}={value!r} is not a dtype: pass torch.bfloat16, torch.float16 or a name of one"
         )
     if not is_low(dtype):
         raise OptionError(
-            f"{name}={value!r} is not a dtype to autocast to: give torch.bfloat16 or torch.float16"
+            f"{name}={value!r} is not a dtype to autocast to: pass torch.bfloat16 or torch.float16"
         )
     return dtype
 

@@ -36,6 +36,14 @@ def pytest_collection_finish() -> None:
         torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap() -> Iterator[None]:
+    """Spares the collector what a module has imported and compiled: tests collect often."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> Iterator[None]:
     """No test sees what Dynamo compiled in another, or leaves autocast switched on."""

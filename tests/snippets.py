@@ -40,7 +40,8 @@ def run_all(programs: list[list[str]], *, uses_inductor: bool) -> None:
         weight_cache.clear()
         sys.argv[:] = [path, *arguments]
         try:
-            runpy.run_path(path, run_name="__main__")  # Dynamo looks up globals in ``__main__``
+            # Dynamo looks names up in the module `__main__`, which run_path replaces meanwhile.
+            runpy.run_path(path, run_name="__main__")
         except BaseException:
             sys.stderr.write(f"{path} failed\n")
             raise

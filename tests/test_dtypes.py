@@ -113,7 +113,7 @@ def test_what_is_no_dtype(value: object) -> None:
 
 
 def test_a_wrong_name_is_refused_with_those_that_are_right() -> None:
-    with pytest.raises(RegionError, match=r"'bf17' is not a dtype: give torch\.bfloat16"):
+    with pytest.raises(RegionError, match=r"'bf17' is not a dtype: pass torch\.bfloat16"):
         amp_fx.autocast("cpu", "bf17")
-    with pytest.raises(OptionError, match=r"'bf17' is not a dtype: give torch\.bfloat16"):
+    with pytest.raises(OptionError, match=r"'bf17' is not a dtype: pass torch\.bfloat16"):
         amp_fx.compile(nn.Linear(4, 4), dtype="bf17")

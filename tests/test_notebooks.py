@@ -28,6 +28,9 @@ can_run = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(M
 
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 
+FAST = ("01_quickstart", "06_finding_the_bad_op")
+"""Those that `make test` runs; `make slow` runs the others."""
+
 # A path from the root of a disk; not what stands in tags and addresses of the web.
 ABSOLUTE = re.compile(r"""(?:^|[\s"'(=])(?:(?:/[\w.~-]+){2,}|[A-Za-z]:\\\\?\w)""", re.MULTILINE)
 
@@ -56,7 +59,13 @@ def test_there_are_notebooks() -> None:
 
 
 @can_run
-@each
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, id=path.stem, marks=[] if path.stem in FAST else pytest.mark.slow)
+        for path in NOTEBOOKS
+    ],
+)
 def test_it_runs_and_shows_what_is_committed(path: Path) -> None:
     done = run("--check", path.stem)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -58,7 +58,7 @@ def why_no_float8_experts(device: torch.device) -> str:
 def _why_not_on_cuda(index: int) -> str:
     if torch.cuda.get_device_capability(index) >= LEAST_CAPABILITY:
         return ""
-    return f"{device_names('cuda', [index])} has no float8 support, which requires 8.9"
+    return f"{device_names('cuda', [index])} has no float8 support, which requires 8.9 or higher"
 
 
 @functools.cache

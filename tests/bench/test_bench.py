@@ -61,9 +61,11 @@ CPU = torch.device("cpu")
 QUICK = ("--tiny", "--compiler", "eager", "--repeats", "3", "--steps", "1")
 TINY = Settings(compiler="eager", repeats=2, steps=1, tiny=True)
 CACHING = dataclasses.replace(TINY, compiler="aot_eager")
-# Freezing is inductor's.
-WITHOUT_INDUCTOR = [name for name in NAMES if not BY_NAME[name].is_for_inference]
-MODELS = ("mlp", "mlp-train", "gpt-decode", "gpt-train", "vit", "conv", "lstm-cell")
+# Contenders for inference alone need inductor or another package.
+TRAINED = [contender for contender in CONTENDERS if not contender.is_for_inference]
+WITHOUT_INDUCTOR = [contender.name for contender in TRAINED]
+MODELS = ("mlp", "mlp-train", "gpt-decode", "vit")
+SLOW_MODELS = ("gpt-train", "conv", "lstm-cell")
 
 
 def ignore(*_: object) -> None:
@@ -188,7 +190,9 @@ def test_casts_have_a_share_of_each_training_step() -> None:
     assert shares[4] == pytest.approx(16 * shares[3])
 
 
-@pytest.mark.parametrize("case", MODELS)
+@pytest.mark.parametrize(
+    "case", [*MODELS, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_MODELS)]
+)
 def test_every_model_runs_with_amp_fx(case: str) -> None:
     settings = Settings(compiler="eager", contenders=("amp_fx",), repeats=1, steps=1, tiny=True)
     for outcome in CASES[case].run(settings, ignore):
@@ -211,6 +215,7 @@ def test_inductor_freezes(tmp_path: Path) -> None:
     assert look["value"] > 0
 
 
+@pytest.mark.slow
 def test_compilation_is_timed_in_processes_with_caches_of_their_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -260,6 +265,7 @@ def test_scalers_take_part() -> None:
     assert torch.get_num_threads() == num_threads
 
 
+@pytest.mark.slow
 def test_lean_is_compared_with_the_default_policy() -> None:
     outcomes = list(lean.run(TINY, ignore))
     comparisons = [outcome for outcome in outcomes if isinstance(outcome, Comparison)]
@@ -294,6 +300,7 @@ def test_another_process_computes_the_same_and_times_itself() -> None:
     assert "no_such_package" in comparison.failures[ZENTORCH]
 
 
+@pytest.mark.slow
 def test_another_process_runs_as_often_as_it_is_told() -> None:
     steps = torch.randn(40, 1, 64)
     workload = Workload("w", functools.partial(LoopedCell, 64), (steps,))
@@ -362,6 +369,7 @@ def test_times_are_compared_with_reading_the_weights() -> None:
     assert workload.weight_bytes == 2 * sum(p.numel() for p in matrices if p is not position)
 
 
+@pytest.mark.slow
 def test_inference_has_every_model_with_each_number_of_threads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -497,15 +505,14 @@ def test_prepared_contenders_share_no_code_and_no_weights() -> None:
         models.append(MLP(4, 2))
         return models[-1]
 
-    workload = Workload("w", build, (torch.randn(2, 4),))
-    contenders = contenders_of(workload, TINY)
-    runs = [prepare(contender, workload, TINY) for contender in contenders]
+    x = torch.randn(2, 4)
+    runs = [prepare(contender, Workload("w", build, (x,)), TINY) for contender in TRAINED]
     for run_once in runs:
         run_once()
     pointers = {p.data_ptr() for model in models for p in model.parameters()}
     codes = {type(model).forward.__code__ for model in models}
-    assert len(pointers) == 4 * len(contenders)
-    assert len(codes) == len(contenders)
+    assert len(pointers) == 4 * len(TRAINED)
+    assert len(codes) == len(TRAINED)
 
 
 def test_own_code_does_what_the_shared_one_does() -> None:
@@ -532,9 +539,7 @@ def test_amp_fx_keeps_casts_fresh_through_training() -> None:
     assert after.refreshes == 2 * before.refreshes
 
 
-@pytest.mark.parametrize(
-    "contender", [c for c in CONTENDERS if not c.is_for_inference], ids=lambda c: c.name
-)
+@pytest.mark.parametrize("contender", TRAINED, ids=WITHOUT_INDUCTOR)
 def test_the_optimizer_is_fused_for_every_contender(
     contender: Contender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -681,6 +686,7 @@ def test_a_refresh_is_timed_where_all_weights_are_stale_and_only_there(
     assert set(refreshes[overhead.FRESH] + refreshes[overhead.COPYING]) == {0}
 
 
+@pytest.mark.slow
 def test_overhead_has_the_call_above_the_limit_and_the_refresh() -> None:
     outcomes = list(CASES["overhead"].run(TINY, ignore))
     figures = {o.name: o.value for o in outcomes if isinstance(o, Figure)}
@@ -724,6 +730,7 @@ def test_times_are_printed_in_their_unit(seconds: float, printed: str) -> None:
     assert reports._seconds(seconds) == printed
 
 
+@pytest.mark.slow
 def test_serving_has_percentiles_and_throughputs_for_each_number_of_threads() -> None:
     before = torch.get_num_threads()
     outcomes = list(CASES["serving"].run(TINY, ignore))

@@ -30,6 +30,7 @@ def test_a_fault_is_exit_code_1_and_a_sound_step_0(capsys: pytest.CaptureFixture
     assert json.loads(capsys.readouterr().out)["suspects"] == []
 
 
+@pytest.mark.slow
 def test_a_repair_is_searched_for_and_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -231,9 +231,9 @@ def test_tokens_are_words_of_the_text() -> None:
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        (("--steps", "1"), "must be at least 2"),
-        (("--steps", "0"), "must be at least 2"),
-        (("--steps", "many"), "must be at least 2"),
+        (("--steps", "1"), "at least 2"),
+        (("--steps", "0"), "at least 2"),
+        (("--steps", "many"), "at least 2"),
         (("--device", "nowhere"), "no such device"),
         (("--device", "meta"), "autocast only supports"),
         (("--dtype", "float64"), "bfloat16, float16"),
@@ -272,7 +272,7 @@ def test_without_a_cpp_compiler_it_goes_on(
     monkeypatch.setattr(demo, "warm_up", lambda _: None)
     assert main(["demo"]) == 0
     assert asked_for == ["aot_eager", "aot_eager"]
-    assert "inductor needs a C++ compiler on the CPU, but none was found" in capsys.readouterr().out
+    assert "inductor needs a C++ compiler" in capsys.readouterr().out
 
 
 def test_compilation_is_no_part_of_the_time_per_step() -> None:

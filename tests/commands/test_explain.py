@@ -124,7 +124,7 @@ TORCHS = re.compile(r"[EW]\d{4} [\d:.]+ \d+ torch/")
     [
         ([], "pass their shapes, such as --input-shape"),
         (["--input-shape", "8,17"], "cannot be traced"),
-        (["--input-shape", "8,16", "--device", "gpu"], "cannot autocast"),
+        (["--input-shape", "8,16", "--device", "gpu"], "cannot autocast; use one of"),
         (["--input-shape", "8,16", "--draw", "a.jpg"], r".svg, .pdf, .png"),
         (["--input-shape", "8,16", "--html", "a.svg"], "end in .html"),
     ],

@@ -58,7 +58,7 @@ def test_onnx(tmp_path: Path) -> None:
         ([TARGET, "--input-shape", "4,8", "model.txt"], "end in .pt2 or .onnx"),
         ([TARGET, "--input-shape", "4,8", "--package", "model.onnx"], "end in .pt2"),
         ([TARGET, "--input-shape", "4,8", "nowhere/model.pt2"], "in an existing folder"),
-        ([TARGET, "model.pt2"], "takes inputs"),
+        ([TARGET, "model.pt2"], "needs inputs: pass their shapes"),
         (["torch:relu", "--input-shape", "4,8", "model.pt2"], "not a module"),
         ([TARGET, "--input-shape", "4,8", "--dtype", "int8", "model.pt2"], "not a dtype"),
     ],

@@ -269,9 +269,11 @@ def test_without_dot_the_source_is_written(
 
 def test_bad_input(tmp_path: Path, explained: dict[str, Explanation]) -> None:
     explanation = explained["gpt"]
-    with pytest.raises(DrawError, match=r"'\.jpg'; \.svg, \.pdf, \.png, \.dot, \.html"):
+    with pytest.raises(
+        DrawError, match=r"'\.jpg' is not one of \.svg, \.pdf, \.png, \.dot, \.html"
+    ):
         amp_fx.draw(explanation, tmp_path / "graph.jpg")
-    with pytest.raises(DrawError, match="no folder"):
+    with pytest.raises(DrawError, match="does not exist"):
         amp_fx.draw(explanation, tmp_path / "nowhere" / "graph.dot")
     with pytest.raises(DrawError, match=r"similar names: blocks\.0\.attention_norm"):
         amp_fx.draw(explanation, focus="blocks.0.atention_norm")

@@ -471,8 +471,14 @@ def test_an_island_is_refused_with_its_name() -> None:
         (lambda m, x: amp_fx.export(m, (x,), weights="half"), "'low', 'float32'"),
         (lambda m, x: amp_fx.export(m, (x,), output_dtype="low"), "'original', 'autocast'"),
         (lambda m, x: amp_fx.export(m, (x,), policy="none"), "there is no preset 'none'"),
-        (amp_fx.export, r"^the example inputs are .*, but Tensor: write amp_fx.export\(model, \(x"),
-        (lambda m, x: amp_fx.export(torch.export.export(m, (x,)), (x,)), "has its own"),
+        (
+            amp_fx.export,
+            r"^the example inputs must be a tuple.*: write amp_fx.export\(model, \(x,\)\)",
+        ),
+        (
+            lambda m, x: amp_fx.export(torch.export.export(m, (x,)), (x,)),
+            "do not apply to an exported program",
+        ),
     ],
 )
 def test_wrong_arguments(call: Callable[..., Any], message: str) -> None:

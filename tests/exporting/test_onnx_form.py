@@ -126,5 +126,5 @@ def test_programs_that_write() -> None:
 
 
 def test_what_is_no_program() -> None:
-    with pytest.raises(CompileTargetError, match=r"amp_fx\.export\(model, args\) makes one"):
+    with pytest.raises(CompileTargetError, match=r"create one with amp_fx\.export\(model, args\)"):
         amp_fx.for_onnx(nn.Linear(2, 2))  # type: ignore[arg-type]

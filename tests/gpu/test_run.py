@@ -14,6 +14,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from amp_fx.bench import report as bench_report
 from amp_fx.bench.compare import Comparison, Figure, Measured
 from amp_fx.bench.settings import Settings
@@ -27,8 +29,6 @@ from tests.traffic.totals import Totals
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def program(name: str, text: str, *, seconds: int = 30, needs_cuda: bool = False) -> Part:
@@ -135,6 +135,7 @@ def test_two(): pass
     assert (found["tests"]["status"], found["tests"]["detail"]) == (NOT_RUN, "needs another torch")
 
 
+@pytest.mark.slow
 def test_parts_need_no_plugin_of_pytests(tmp_path: Path) -> None:
     """Settings of the tree that are a plugin's are no error where that is not there."""
     note = tmp_path / "result"

@@ -236,7 +236,7 @@ def test_an_optimizer_that_died_is_not_taken_for_the_next() -> None:
     for _ in range(20):
         set_scaled_grads(scaler, params, math.inf)
         scaler.unscale_(torch.optim.SGD(params, lr=1.0))
-        gc.collect()
+        gc.collect(0)
     scaler.update()
     assert scaler.get_scale() == 4.0
 

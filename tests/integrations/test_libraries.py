@@ -217,7 +217,7 @@ def test_lightning(precision: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({}, "pass bf16=True"), ({"bf16": True, "torch_compile": True}, "leave it")],
+    [({}, "pass bf16=True"), ({"bf16": True, "torch_compile": True}, "remove it")],
 )
 def test_arguments_without_effect_are_told(
     tmp_path: Path, given: dict[str, Any], message: str

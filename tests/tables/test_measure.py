@@ -91,7 +91,9 @@ def test_a_kernel_unlike_every_policy_is_an_error() -> None:
             return result
 
         library.impl("f", always_half, "AutocastCPU")
-        with pytest.raises(PolicyError, match="treats amp_fx_test_measure::f on cpu as no cast"):
+        with pytest.raises(
+            PolicyError, match="describes the effect of autocast on amp_fx_test_measure::f on cpu"
+        ):
             measure("amp_fx_test_measure::f", "cpu")
         assert measure("amp_fx_test_measure::f", "cuda") is None
 
