@@ -45,7 +45,7 @@ def is_low(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize == 2
 
 
-def is_spread(value: object) -> bool:
+def is_dtensor(value: object) -> bool:
     """Returns True if a value is a DTensor."""
     # Importing the module takes a second, and there are no DTensors before it is imported.
     module = sys.modules.get("torch.distributed.tensor")

@@ -1,4 +1,4 @@
-"""Defines a pass: a frozen dataclass with a name that edits a graph and counts its edits."""
+"""The interface of a graph pass, and what it reports."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class PassResult:
-    """Counts the edits of a pass, by kind.
+    """The edits that a pass made, counted by kind.
 
     Attributes:
-        counts: Edits by kind, for example ``{"casts_inserted": 12}``; zeros are dropped.
+        counts: Number of edits of each kind, for example ``{"casts_inserted": 12}``.
     """
 
     counts: Counter[str]
 
     @property
     def modified(self) -> bool:
-        """True if the graph was changed."""
+        """Returns True if the pass changed the graph."""
         return any(self.counts.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class PassReport:
-    """Reports what one pass did to one graph."""
+    """The edits and the run time of one pass on one graph."""
 
     name: str
     counts: Counter[str]
@@ -38,33 +38,34 @@ class PassReport:
 
 
 class Observer(Protocol):
-    """Receives reports on a graph while it is rewritten."""
+    """Callbacks that the runner invokes while it rewrites a graph."""
 
     def after_pass(self, report: PassReport, gm: fx.GraphModule) -> None:
-        """A pass has run over the graph."""
+        """Called after each pass."""
         ...
 
     def fell_back(self, error: Exception, graph: fx.Graph) -> None:
-        """The graph could not be rewritten; it will run under native autocast."""
+        """Called if the graph cannot be rewritten and will run under native autocast."""
         ...
 
     def rewritten(self, reports: Sequence[PassReport]) -> None:
-        """All passes have run."""
+        """Called after the last pass."""
         ...
 
 
 class Pass(Protocol):
-    """One rewrite of a graph; its options are its fields.
+    """One rewrite of a graph: a frozen dataclass whose fields are its options.
 
-    A pass edits nodes and counts. Linting, recompiling, timing, logging, error wrapping and
-    checking conditions are the runner's. A second run changes nothing.
+    A pass edits nodes and counts its edits. The runner lints, recompiles, times, logs, wraps errors
+    and checks conditions. A second run must change nothing.
 
-    It may also have
+    Optional attributes:
 
-    - ``requires`` and ``ensures``: conditions (``graphs.conditions``) that hold before and after,
-    - ``is_needed``: True where results would be wrong without it, so that it cannot be disabled,
-    - ``cache_key``: a string that differs where it may do something else to an equal graph. A pass
-      of a user's own that has none keeps its graphs out of on-disk caches.
+    - ``requires`` and ``ensures``: conditions (``graphs.conditions``) that hold before and after
+      the pass.
+    - ``is_needed``: True if results are wrong without the pass, so that it cannot be disabled.
+    - ``cache_key``: a string that identifies what the pass does to a graph. Graphs that were
+      rewritten by a user's pass without one are not cached on disk.
     """
 
     name: ClassVar[str]

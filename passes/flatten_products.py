@@ -1,4 +1,4 @@
-"""Flattens batched products whose batch shares one matrix into one product.
+"""Flattens batched products of rows with one shared matrix into a single product.
 
 Before:
     %rows    = aten.expand(%x, [64, 4, 192])
@@ -10,14 +10,8 @@ After:
     %product = aten.mm(%flat, %matrix)
     %y       = aten.reshape(%product, [64, 4, 576])
 
-Without gradients, ``torch.nn.functional.linear`` computes such a product for an input that is not
-contiguous (``should_fold`` in ``ATen/native/LinearAlgebra.cpp``), for example in
-``torch.nn.MultiheadAttention`` with ``batch_first=True``. On the CPU, inductor copies the expanded
-matrix once per batch element in every call, and does not pack the weight. The flattened product has
-the same bits (``tests/passes/test_flatten_products.py``).
-
-The graphs are AOTAutograd's. Left alone on purpose: other devices, whose kernels read an expanded
-matrix as it is; other dtypes, whose kernels add up in another order; two symbolic sizes.
+Left unchanged: other devices, whose kernels read an expanded matrix without a copy; other dtypes,
+whose kernels sum in another order; products with two symbolic sizes.
 """
 
 from __future__ import annotations
@@ -36,10 +30,16 @@ aten = torch.ops.aten
 
 
 def flatten_products(graph: fx.Graph) -> int:
-    """Rewrites a graph in place.
+    """Flattens products of a graph in place.
+
+    Without gradients, ``torch.nn.functional.linear`` computes such a product for an input that is
+    not contiguous (``should_fold`` in ``ATen/native/LinearAlgebra.cpp``), for example in
+    ``torch.nn.MultiheadAttention`` with ``batch_first=True``. On the CPU, inductor copies the
+    expanded matrix once per batch element in every call, and does not pack the weight. The
+    flattened product has the same bits (``tests/passes/test_flatten_products.py``).
 
     Args:
-        graph: A graph of AOTAutograd; its nodes have their values in ``meta["val"]``.
+        graph: A graph of AOTAutograd whose nodes have their values in ``meta["val"]``.
 
     Returns:
         The number of products that were flattened.
@@ -53,7 +53,7 @@ def flatten_products(graph: fx.Graph) -> int:
 
 
 def _flatten(graph: fx.Graph, product: fx.Node) -> bool:
-    """Replaces one product if its batch shares the second matrix; returns True if it did."""
+    """Flattens one product if possible; returns True if it was flattened."""
     left, right = product.all_input_nodes[0], product.all_input_nodes[-1]
     sizes = _sizes(VALUE.of(product))
     if sizes is None or not _is_shared(VALUE.of(right)):
@@ -69,7 +69,7 @@ def _flatten(graph: fx.Graph, product: fx.Node) -> bool:
 
 
 def _is_shared(matrices: torch.Tensor) -> bool:
-    """Returns True for a bfloat16 matrix on the CPU that is expanded over a batch."""
+    """Returns True if all matrices of a batch are one expanded bfloat16 matrix on the CPU."""
     if matrices.device.type != "cpu" or matrices.dtype is not torch.bfloat16:
         return False
     has_sizes = not any(isinstance(size, torch.SymInt) for size in matrices.shape[1:])
@@ -77,7 +77,7 @@ def _is_shared(matrices: torch.Tensor) -> bool:
 
 
 def _sizes(product: torch.Tensor) -> list[int] | None:
-    """Returns the sizes of a product with -1 for a symbolic one; None if several are symbolic."""
+    """Returns the shape with -1 for a symbolic size, or None if several sizes are symbolic."""
     sizes = [-1 if isinstance(size, torch.SymInt) else size for size in product.shape]
     return sizes if sizes.count(-1) <= 1 else None
 

@@ -1,4 +1,4 @@
-"""Shares and removes inserted casts where no number changes, gradients included.
+"""Shares equal casts, and removes casts that undo each other, without changing any bits.
 
 Before:
     %w_bfloat16   = aten._to_copy(%w, dtype=torch.bfloat16)
@@ -10,12 +10,8 @@ After:
     %y            = aten.linear(%x, %w_bfloat16)
     %z            = aten.linear(%y, %w_bfloat16)
 
-Two uses of one cast add their gradients in the low dtype, two casts of one value add them
-in the value's own: sharing sets gradient bits. So where gradients flow, exactly the casts
-are shared that eager autocast caches (``at::autocast::cached_cast``: a float32 leaf that
-requires grad and is no view, to the region's dtype, unless ``cache_enabled=False`` or in a branch
-of ``cond``), and elsewhere all of them. Left alone on purpose: casts that the user wrote, and other
-duplicates under gradients, which AOTAutograd merges after differentiation.
+Left unchanged: casts in the user's code, and duplicates that eager autocast does not share and
+that autograd records. AOTAutograd merges the latter after differentiation.
 """
 
 from __future__ import annotations
@@ -41,14 +37,20 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class FoldCasts:
-    """Shares equal casts and removes lossless round trips."""
+    """Shares equal casts and removes lossless round trips.
+
+    Sharing a cast can change gradient bits: gradients of two uses of one cast are added in the low
+    dtype, gradients of two casts in the dtype of their input. Casts that autograd records are
+    therefore shared only if eager autocast caches them (``is_cached_by_eager``). All other casts
+    are shared.
+    """
 
     name: ClassVar[str] = "fold_casts"
     requires: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
     ensures: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        """Counts ``casts_shared`` and ``round_trips_removed``, bodies included."""
+        """Counts ``casts_shared`` and ``round_trips_removed``, also in higher-order ops."""
         counts: Counter[str] = Counter()
         counts["round_trips_removed"] = _remove_round_trips(gm.graph)
         counts["casts_shared"] = _share_casts(gm.graph)
@@ -58,18 +60,18 @@ class FoldCasts:
 
 
 def _share_casts(graph: fx.Graph) -> int:
-    first: dict[Any, fx.Node] = {}
+    first_casts: dict[Any, fx.Node] = {}
     num_shared = 0
     for node in list(graph.nodes):
         cast = inserted_cast(node)
         if cast is None or not _may_share(node, cast):
             continue
-        # By the tensor, not by the node: ``w.float()`` of a float32 ``w`` is ``w`` itself.
+        # Compare tensors, not nodes: ``w.float()`` returns ``w`` itself if ``w`` is float32.
         source = id(value_of(node.all_input_nodes[0]))
         key = (source, cast.dtype, cast.source_version, SITE.of(node).is_grad_enabled)
-        kept = first.setdefault(key, node)
-        if kept is not node:
-            node.replace_all_uses_with(kept)
+        first = first_casts.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
             graph.erase_node(node)
             num_shared += 1
     return num_shared
@@ -84,7 +86,9 @@ def _may_share(node: fx.Node, cast: Cast) -> bool:
 def is_cached_by_eager(node: fx.Node) -> bool:
     """Returns True if eager autocast would cache a cast that autograd records.
 
-    Source: ``cached_cast`` in ``ATen/autocast_mode.cpp``.
+    Eager autocast caches the cast of a float32 leaf that requires grad and is not a view, to the
+    dtype of the region, unless ``cache_enabled=False`` or in a branch of ``cond``. Source:
+    ``cached_cast`` in ``ATen/autocast_mode.cpp``.
     """
     source: torch.Tensor = value_of(node.all_input_nodes[0])
     if source.dtype != torch.float32 or not source.is_leaf or source._is_view():
@@ -101,7 +105,7 @@ def has_gradient(node: fx.Node) -> bool:
 
 
 def is_aliased(node: fx.Node) -> bool:
-    """Returns True if an op gives out a view of the cast, through which it could be written."""
+    """Returns True if an op returns a view of the cast: a write to the view changes the cast."""
     storage = storage_id(value_of(node))
     return any(
         storage_id(out) == storage for user in node.users for out in tensors_in(value_of(user))
@@ -109,7 +113,7 @@ def is_aliased(node: fx.Node) -> bool:
 
 
 def _remove_round_trips(graph: fx.Graph) -> int:
-    """Removes our cast back to the dtype from which a tensor was just widened."""
+    """Removes inserted casts to the dtype that their input was widened from."""
     num_removed = 0
     for node in list(graph.nodes):
         cast = inserted_cast(node)
@@ -133,7 +137,7 @@ def _closes_round_trip(node: fx.Node, cast: Cast) -> bool:
     if first is None and widened.target not in _CAST_METHODS:
         return False
     if first is not None and first.reason == KERNEL_RESULT:
-        return False  # what it widens is wide, which no fake kernel knows
+        return False  # the real kernel returns a wide tensor, unlike its fake kernel
     origin = widened.all_input_nodes[0]
     value = value_of(origin)
     if len(widened.all_input_nodes) != 1 or not isinstance(value, torch.Tensor):
@@ -143,13 +147,13 @@ def _closes_round_trip(node: fx.Node, cast: Cast) -> bool:
     is_fresh = cast.source_version is not None and cast.source_version == VERSION.of(widened)
     if not (is_lossless and same_device and is_fresh) or is_aliased(node):
         return False
-    # With other users, the sum of gradients would be rounded at another place.
+    # With other users, gradients would be added in another dtype.
     is_only_path = len(origin.users) == 1 and len(widened.users) == 1
     return is_only_path if has_gradient(node) else _is_unwritten(widened, origin)
 
 
 def _is_unwritten(widened: fx.Node, origin: fx.Node) -> bool:
-    """Returns True if nothing in the graph writes to the origin once it is widened."""
+    """Returns True if the graph does not write to the origin after it was widened."""
     cast = inserted_cast(widened)
     version = cast.source_version if cast is not None else VERSION.of(origin)
     return version is not None and version == version_of(value_of(origin))

@@ -1,4 +1,4 @@
-"""Takes casts of weights out of the bodies of higher-order ops.
+"""Moves casts of weights out of the bodies of higher-order ops.
 
 Before:
     %y = higher_order.tag_activation_checkpoint(%body, %x, %weight)
@@ -11,12 +11,8 @@ After:
     body(%x, %weight, %weight_bfloat16):
         ...
 
-Eager autocast caches the cast of a leaf for what runs inside a checkpoint and around it alike,
-which decides gradient bits: outside, ``fold_casts`` finds it, and it can be cached across calls. A
-reentrant checkpoint differentiates its own recomputation, for which the cache is empty again: its
-cast is shared with nothing outside. Left alone on purpose: casts of anything else, whose memory
-the checkpoint saves; of weights that the graph writes; and several casts of one weight in a body
-where eager autocast does not share them.
+Left unchanged: casts of activations, because a checkpoint saves their memory; casts of weights that
+the graph writes to; several casts of one weight in a body that eager autocast does not share.
 """
 
 from __future__ import annotations
@@ -35,14 +31,7 @@ from amp_fx.graphs.bodies import (
 from amp_fx.graphs.casts import add_cast, inserted_cast
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
 from amp_fx.graphs.metadata import CAPTURED, CAST, SITE
-from amp_fx.graphs.values import (
-    analysis,
-    detect_fake_mode,
-    evaluate,
-    is_written,
-    set_value,
-    value_of,
-)
+from amp_fx.graphs.values import detect_fake_mode, is_written, set_value, update_value, value_of
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import has_gradient, is_aliased, is_cached_by_eager
 
@@ -55,11 +44,15 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class HoistCasts:
-    """Replaces casts inside bodies by operands that were cast outside.
+    """Replaces casts inside bodies with operands that are cast outside.
+
+    Eager autocast shares the cached cast of a leaf between a checkpoint and the code around it, and
+    sharing determines gradient bits. Outside the body, ``fold_casts`` can share the cast, and
+    ``amp_fx.weights`` can cache it across calls.
 
     Attributes:
-        weights: Names of the placeholders that are weights: their casts are hoisted even where
-            eager autocast would not cache them.
+        weights: Names of the placeholders that are weights. Their casts are hoisted even if eager
+            autocast would not cache them.
     """
 
     name: ClassVar[str] = "hoist_casts"
@@ -68,23 +61,23 @@ class HoistCasts:
     weights: tuple[str, ...] = ()
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        """Counts ``casts_hoisted``, nested bodies included."""
+        """Counts ``casts_hoisted``, also in nested bodies."""
         placeholders = gm.graph.find_nodes(op="placeholder")
-        kept = {id(value_of(node)) for node in placeholders if node.name in self.weights}
-        return PassResult(Counter(casts_hoisted=_hoist(gm, kept)))
+        weights = {id(value_of(node)) for node in placeholders if node.name in self.weights}
+        return PassResult(Counter(casts_hoisted=_hoist(gm, weights)))
 
 
-def _hoist(gm: fx.GraphModule, kept: set[int]) -> int:
-    """Hoists into one graph, once the bodies of its bodies have been hoisted into them."""
+def _hoist(gm: fx.GraphModule, weights: set[int]) -> int:
+    """Hoists casts out of the bodies of a graph, innermost bodies first."""
     num_hoisted = 0
     for node in [node for node in gm.graph.nodes if is_rewritten(node)]:
         bodies = bodies_of(gm, node)
-        num_hoisted += sum(_hoist(body, kept) for body in bodies)
-        num_hoisted += _hoist_from(node, bodies, kept)
+        num_hoisted += sum(_hoist(body, weights) for body in bodies)
+        num_hoisted += _hoist_from(node, bodies, weights)
     return num_hoisted
 
 
-def _hoist_from(node: fx.Node, bodies: list[fx.GraphModule], kept: set[int]) -> int:
+def _hoist_from(node: fx.Node, bodies: list[fx.GraphModule], weights: set[int]) -> int:
     num_hoisted = 0
     added: dict[tuple[int, torch.dtype], list[fx.Node]] = {}
     sources = {
@@ -93,7 +86,7 @@ def _hoist_from(node: fx.Node, bodies: list[fx.GraphModule], kept: set[int]) -> 
         if getattr(n, "op", None) == "placeholder" and not is_written(n)
     }
     for index, body in enumerate(bodies):
-        casts = [node for node in body.graph.nodes if _can_hoist(node, kept)]
+        casts = [node for node in body.graph.nodes if _can_hoist(node, weights)]
         num_casts = Counter(map(_key, casts))
         for cast in casts:
             key = _key(cast)
@@ -109,13 +102,13 @@ def _hoist_from(node: fx.Node, bodies: list[fx.GraphModule], kept: set[int]) -> 
     return num_hoisted
 
 
-def _can_hoist(node: fx.Node, kept: set[int]) -> bool:
+def _can_hoist(node: fx.Node, weights: set[int]) -> bool:
     if inserted_cast(node) is None or is_aliased(node):
         return False
     if any(user.op == "output" for user in node.users):
         return False
     is_cached = has_gradient(node) and is_cached_by_eager(node)
-    return is_cached or id(value_of(node.all_input_nodes[0])) in kept
+    return is_cached or id(value_of(node.all_input_nodes[0])) in weights
 
 
 def _key(cast: fx.Node) -> tuple[int, torch.dtype]:
@@ -123,7 +116,7 @@ def _key(cast: fx.Node) -> tuple[int, torch.dtype]:
 
 
 def _is_shared(cast: fx.Node) -> bool:
-    """Returns True if a body's equal casts may be one; else their gradients add up in float32."""
+    """Returns True if equal casts may be shared without adding gradients in another dtype."""
     return not has_gradient(cast) or is_cached_by_eager(cast)
 
 
@@ -132,10 +125,10 @@ def _cast_outside(node: fx.Node, source: fx.Node, cast: fx.Node) -> fx.Node:
     with graph.inserting_before(node):
         outside = add_cast(graph, source, value_of(cast).dtype, CAST.of(cast).reason)
     site = SITE.of(cast)
+    # A reentrant checkpoint differentiates its own recomputation, for which eager autocast's cache
+    # is empty: its cast must not be shared with casts outside.
     SITE.put(outside, site.without_cast_cache() if is_reentrant_checkpoint(node) else site)
-    is_grad_enabled = SITE.of(cast).is_grad_enabled
-    with analysis(detect_fake_mode(graph), is_grad_enabled=is_grad_enabled):
-        set_value(outside, evaluate(outside))
+    update_value(outside, detect_fake_mode(graph), is_grad_enabled=SITE.of(cast).is_grad_enabled)
     return outside
 
 

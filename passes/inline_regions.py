@@ -1,4 +1,4 @@
-"""Puts the bodies of an exported program's regions back where the regions stand.
+"""Inlines the autocast and grad mode regions of an exported program.
 
 Before:
     %body = get_attr[submod_1]
@@ -9,10 +9,9 @@ After:
     %y     = aten.linear(%x, %w)
     %exit  = _exit_autocast(%enter)
 
-``torch.export`` closes ``torch.autocast`` and grad mode regions into operators of their own. The
-markers are those of Dynamo's graphs, which ``mark_regions`` follows. Regions of grad mode leave
-none: an exported program is for inference. What was captured moves from ``val``, where passes
-write, to where they look for it. Bodies of ``cond`` are treated likewise.
+``torch.export`` represents regions as higher-order ops. The pass restores the markers of Dynamo's
+graphs, which ``mark_regions`` reads. Grad mode regions get none: an exported program is for
+inference.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ from amp_fx.torch_private.autocast import enter_autocast, exit_autocast
 
 _hop = torch.ops.higher_order
 _NUM_SETTINGS: dict[Any, int] = {_hop.wrap_with_autocast: 4, _hop.wrap_with_set_grad_enabled: 1}
-"""How many arguments stand before the body: those of the region."""
+"""Number of arguments of a region, which precede its body."""
 
 
 @dataclasses.dataclass(frozen=True)
 class InlineRegions:
-    """Inlines regions, those in bodies and those inside of each other included."""
+    """Inlines all regions, also nested ones and those in bodies of ``cond``."""
 
     name: ClassVar[str] = "inline_regions"
     is_needed: ClassVar[bool] = True
@@ -58,7 +57,7 @@ def _inline_all(gm: fx.GraphModule) -> int:
         for node in regions:
             _inline(gm, node)
         num_inlined += len(regions)
-    _take_captured(gm.graph)
+    _move_captured(gm.graph)
     for node in list(gm.graph.nodes):
         if has_plain_bodies(node):
             num_inlined += sum(map(_inline_all, bodies_of(gm, node)))
@@ -77,9 +76,9 @@ def _inline(gm: fx.GraphModule, node: fx.Node) -> None:
     is_autocast = node.target is _hop.wrap_with_autocast
     with gm.graph.inserting_before(node):
         enter = gm.graph.call_function(enter_autocast, settings) if is_autocast else None
-        for each in body.graph.nodes:
-            if each.op not in ("placeholder", "output"):
-                env[each] = _copy(gm, body, each, env)
+        for inner in body.graph.nodes:
+            if inner.op not in ("placeholder", "output"):
+                env[inner] = _copy(gm, body, inner, env)
         if enter is not None:
             gm.graph.call_function(exit_autocast, (enter,))
     _replace(node, map_arg(body.graph.output_node().args[0], env.__getitem__))
@@ -92,12 +91,12 @@ def _inline(gm: fx.GraphModule, node: fx.Node) -> None:
 def _copy(gm: fx.GraphModule, body: fx.GraphModule, node: fx.Node, env: dict[Any, Any]) -> fx.Node:
     copy = gm.graph.node_copy(node, env.__getitem__)
     if node.op == "get_attr":
-        copy.target = _adopt(gm, operator.attrgetter(str(node.target))(body))
+        copy.target = _add_attribute(gm, operator.attrgetter(str(node.target))(body))
     return copy
 
 
-def _adopt(gm: fx.GraphModule, attribute: Any) -> str:
-    """Gives a graph module an attribute of one of its bodies, and says under which name."""
+def _add_attribute(gm: fx.GraphModule, attribute: Any) -> str:
+    """Adds an attribute of a body to the outer graph module; returns its new name."""
     names = (f"region_{index}" for index in range(len(gm._modules) + len(gm._buffers) + 1))
     name = next(name for name in names if not hasattr(gm, name))
     if isinstance(attribute, torch.Tensor) and not isinstance(attribute, torch.nn.Parameter):
@@ -108,7 +107,7 @@ def _adopt(gm: fx.GraphModule, attribute: Any) -> str:
 
 
 def _replace(node: fx.Node, results: Any) -> None:
-    """Makes the users of a region's results use those of its body."""
+    """Replaces the results of a region with those of its inlined body."""
     if not isinstance(results, (tuple, list)):
         node.replace_all_uses_with(results)
     for user in list(node.users):
@@ -117,9 +116,10 @@ def _replace(node: fx.Node, results: Any) -> None:
     node.graph.erase_node(node)
 
 
-def _take_captured(graph: fx.Graph) -> None:
-    fresh = [node for node in graph.nodes if not CAPTURED.is_on(node)]
+def _move_captured(graph: fx.Graph) -> None:
+    """Moves captured values from ``val``, which passes overwrite, to ``CAPTURED``."""
+    new_nodes = [node for node in graph.nodes if not CAPTURED.is_on(node)]
     remember_captured(graph)
-    for node in fresh:
+    for node in new_nodes:
         if VALUE.is_on(node):
             VALUE.drop(node)

@@ -1,4 +1,4 @@
-"""Inserts the casts that the policy demands, op by op, and gives every node its value.
+"""Inserts the casts that the policy requires, and sets the value of every node.
 
 Before:
     %y = torch.nn.functional.linear(%x, %weight, %bias)
@@ -8,10 +8,9 @@ After:
     %bias_bfloat16   = aten._to_copy(%bias, dtype=torch.bfloat16)
     %y               = aten.linear(%x_bfloat16, %weight_bfloat16, %bias_bfloat16)
 
-Nodes are visited in order, because the dtypes that reach a node are those its inputs have
-after their own casts. Left alone on purpose: nodes that need no cast keep Dynamo's target;
-in-place methods; islands, which run under native autocast (``wrap_islands``), but for the
-bodies of checkpoint, wrap and cond, which are graphs and are rewritten as such.
+Left unchanged: nodes that need no cast, which keep Dynamo's target; in-place methods; islands,
+which run under native autocast (``wrap_islands``). The bodies of checkpoint, wrap and cond are
+rewritten as graphs.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import fx
 
+from amp_fx.dtypes import is_low
 from amp_fx.graphs.bodies import (
     bodies_of,
     body_nodes,
@@ -47,16 +47,15 @@ from amp_fx.graphs.metadata import CAPTURED, DECISIONS, ISLAND, SITE
 from amp_fx.graphs.mixtures import MixtureProbe
 from amp_fx.graphs.range_guard import clamp_fill_value, reason_for_float32, record_range
 from amp_fx.graphs.values import (
-    analysis,
     argument_values,
     call_target,
     captured_value,
     detect_fake_mode,
     dtypes_differ,
-    evaluate,
     remember_captured,
     set_value,
     tensors_in,
+    update_value,
     value_of,
     values_in,
 )
@@ -73,18 +72,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LOW_DTYPES = (torch.float16, torch.bfloat16)
-
 
 @dataclasses.dataclass(frozen=True)
 class InsertCasts:
-    """Rewrites a graph whose nodes know their region (``mark_regions``).
+    """Inserts casts into a graph whose nodes are annotated with their region (``mark_regions``).
 
     Attributes:
-        policy: Which op is cast how, per device type.
+        policy: The cast policy of each op, per device type.
         frame: The modules around the compiled frame (``module_stack.compile_frame``).
-        guards_range: Whether numbers that the low dtype cannot hold are looked for
-            (``range_guard``).
+        guards_range: If True, handles numbers that the low dtype cannot hold (``range_guard``).
     """
 
     name: ClassVar[str] = "insert_casts"
@@ -96,7 +92,7 @@ class InsertCasts:
     guards_range: bool = True
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        """Inserts casts, counts them as ``casts_inserted``, and sets every value."""
+        """Counts ``casts_inserted``, ``nodes_opened`` and the other edits of ``_Rewriter``."""
         remember_captured(gm.graph)
         decomposer = Decomposer(self.policy, detect_fake_mode(gm.graph), self.frame)
         rewriter = _Rewriter(gm, decomposer, guards_range=self.guards_range)
@@ -105,7 +101,11 @@ class InsertCasts:
 
 
 class _Rewriter:
-    """One walk over one graph; bodies of higher-order ops get their own."""
+    """Visitor of one graph; bodies of higher-order ops have their own.
+
+    Nodes are visited in topological order: the dtypes of a node's inputs are only known after the
+    inputs were cast.
+    """
 
     def __init__(self, gm: fx.GraphModule, decomposer: Decomposer, *, guards_range: bool) -> None:
         self.gm = gm
@@ -158,7 +158,7 @@ class _Rewriter:
             self.counts["nodes_opened"] += 1
 
     def _visit_refused(self, node: fx.Node, error: NotPlainError) -> None:
-        """A node that cannot be decomposed: for the dtypes that it gets, or for what it is."""
+        """Handles a node that cannot be decomposed, because of its input dtypes or its kind."""
         if _inputs_changed(node) and not self.probe.takes(node):
             self._restore_inputs(node)
             self._visit(node)
@@ -171,7 +171,7 @@ class _Rewriter:
     # Plain nodes.
 
     def _keep(self, node: fx.Node) -> None:
-        """Leaves a node as it is, but sees to it that it can take what it now gets."""
+        """Keeps a node without casts; restores its input dtypes if it rejects the new ones."""
         captured = captured_value(node)
         args, kwargs = argument_values(node)
         if not tensors_in(args, kwargs):
@@ -196,12 +196,12 @@ class _Rewriter:
                 raise
         if is_changed and _constructs_subclass(node):
             value = value_of(node)
-            if not dtypes_differ(captured, value):  # a constant argument says which dtype it has
+            if not dtypes_differ(captured, value):  # a constant argument sets the dtype
                 self._restore_inputs(node)
                 self._evaluate(node)
 
     def _restore_inputs(self, node: fx.Node) -> None:
-        """Casts inputs back to the dtypes that were captured: some ops take no mixture."""
+        """Casts inputs back to their captured dtypes, for ops that reject mixed dtypes."""
         for source in node.all_input_nodes:
             captured = captured_value(source)
             if isinstance(captured, torch.Tensor) and dtypes_differ(captured, value_of(source)):
@@ -216,14 +216,14 @@ class _Rewriter:
         node.replace_input_with(source, cast)
 
     def _guard_range(self, node: fx.Node) -> None:
-        """Clamps numbers that a low dtype cannot hold, or keeps the op in float32."""
+        """Clamps numbers that a low dtype cannot hold, or runs the op in float32."""
         reason = reason_for_float32(node)
         if reason is None:
             clamp_fill_value(node)
             return
         for source in node.all_input_nodes:
             value = value_of(source)
-            if isinstance(value, torch.Tensor) and value.dtype in _LOW_DTYPES:
+            if isinstance(value, torch.Tensor) and is_low(value.dtype):
                 self._cast_input(node, source, torch.float32, "range guard")
         record_range(node, reason)
         self.counts["ops_kept_in_float32"] += 1
@@ -242,12 +242,15 @@ class _Rewriter:
         except Exception:
             if not _inputs_changed(node):
                 raise
-            # Bodies may name dtypes as captured, which loops compare to those of what they carry.
+            # Bodies may contain captured dtypes, which a loop compares with those of its state.
             self._restore_inputs(node)
             evaluate_island(node, self.fake_mode, self.decomposer.frame)
 
     def _cast_result(self, node: fx.Node, dtype: torch.dtype) -> None:
-        """Makes known a dtype that only the real kernel gives; costs nothing where it does."""
+        """Casts a result to the dtype that the real kernel returns, unlike its fake kernel.
+
+        At run time the result already has this dtype, and the cast does nothing.
+        """
         value = value_of(node)
         if not isinstance(value, torch.Tensor) or value.dtype in (dtype, torch.float64):
             return
@@ -258,7 +261,7 @@ class _Rewriter:
         CAPTURED.put(cast, captured_value(node))
 
     def _rewrite_bodies(self, node: fx.Node) -> bool:
-        """Rewrites the graphs that a higher-order op runs; False if others run them too."""
+        """Rewrites the bodies of a higher-order op; returns False if other ops share them."""
         if any(len(body_node.users) > 1 for body_node in body_nodes(node)):
             return False
         values = list(values_in(operands_of(node)))
@@ -295,15 +298,14 @@ class _Rewriter:
 
     def _evaluate(self, node: fx.Node) -> None:
         is_grad_enabled = SITE.of(node).is_grad_enabled
-        with analysis(self.fake_mode, is_grad_enabled=is_grad_enabled, records_writes=True):
-            set_value(node, evaluate(node))
+        update_value(node, self.fake_mode, is_grad_enabled=is_grad_enabled, records_writes=True)
 
 
 def _input_value(node: fx.Node) -> Any:
-    """Returns the captured value of a placeholder, with fake tensors inside of lists too.
+    """Returns the captured value of a placeholder, with fake tensors in lists.
 
-    Dynamo records the list of inputs of a backward under compiled autograd with real tensors; the
-    nodes that read the list have fake ones.
+    Under compiled autograd, Dynamo records the list of inputs of a backward with real tensors. The
+    nodes that read the list have fake tensors.
     """
     captured = captured_value(node)
     if not isinstance(captured, list):
@@ -313,7 +315,10 @@ def _input_value(node: fx.Node) -> Any:
 
 
 def _may_need_casts(node: fx.Node) -> bool:
-    """False for what autocast never touches: no floating tensor, or an in-place method."""
+    """Returns False for in-place methods and for nodes without floating-point inputs.
+
+    Autocast casts neither.
+    """
     if node.op == "call_method" and _is_in_place_name(str(node.target)):
         return False
     if is_getitem(node) and isinstance(value_of(node.all_input_nodes[0]), (tuple, list)):
@@ -329,8 +334,7 @@ def _is_in_place_name(name: str) -> bool:
 def _is_dataclass(node: fx.Node) -> bool:
     """Returns True if a node constructs a dataclass, for which capture records no value.
 
-    Relies on ``torch.fx.proxy.TracerBase.create_arg``, which adds such a node for each dataclass
-    among a call's arguments.
+    ``torch.fx.proxy.TracerBase.create_arg`` adds such a node for each argument that is a dataclass.
     """
     return isinstance(node.target, type) and dataclasses.is_dataclass(node.target)
 
@@ -344,6 +348,6 @@ def _inputs_changed(node: fx.Node) -> bool:
 
 
 def _restored_results(body: fx.GraphModule) -> Any:
-    """The results of a branch in the dtypes of capture, in which all branches agree."""
+    """Casts the results of a branch to their captured dtypes, which all branches share."""
     RestoreOutputs().call(body)
     return values_in(body.graph.output_node().args[0])

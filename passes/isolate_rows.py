@@ -1,4 +1,4 @@
-"""Makes each row of a batch depend on that row alone (``numerics="invariant"``).
+"""Makes results batch-invariant: the bits of a row are those it has alone, in any batch.
 
 Before:
     %scores  = aten.bmm.default(%query, %keys)
@@ -9,11 +9,8 @@ After:
     %weights = amp_fx.ordered_softmax.default(%scores, -1, torch.float32, False)
     %mean    = amp_fx.ordered_sum.default(%x, [-1], True, torch.float32, True)
 
-The graphs are AOTAutograd's, forward and for inference. ``composites`` gives ops that are made of
-others, such as attention, one form for all sizes and layouts while AOTAutograd traces them. The
-pass then replaces kernels whose results depend on sizes (``amp_fx/csrc/rows.cpp``), and stops at
-ops that mix rows. Left alone on purpose: products with weights whose kernels were measured,
-pointwise ops that are rounded once, ops that move elements, and backward graphs, in which gradients
+Implements ``numerics="invariant"``. Left unchanged: products with weights whose kernels were
+measured; pointwise ops that round once; ops that move elements; backward graphs, in which gradients
 of weights are sums over rows.
 """
 
@@ -36,7 +33,7 @@ from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.places import lines_of
 from amp_fx.tables.generated import EXACT_POWERS, MOVES
 from amp_fx.tables.rows import CAPACITY, EXACT, MEASURED, MIXING, RANDOM, ROUTING, ROWWISE, UNKNOWN
-from amp_fx.torch_private.ops import DispatchKey, OpOverload
+from amp_fx.torch_private.ops import DispatchKey, OpOverload, returns_alias
 from amp_fx.torch_private.pytree import tree_leaves
 
 if TYPE_CHECKING:
@@ -47,7 +44,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 ordered: Any = torch.ops.amp_fx
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes that ordered kernels take."""
+"""The dtypes that the ordered kernels support."""
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
 
@@ -66,7 +63,7 @@ def attention(
     """Computes ``scaled_dot_product_attention`` as two products and a softmax, in float32.
 
     Raises:
-        UnsupportedError: There is dropout.
+        UnsupportedError: ``dropout_p`` is not 0.
     """
     if dropout_p > 0:
         raise UnsupportedError(f"scaled_dot_product_attention with dropout: {RANDOM}")
@@ -82,21 +79,21 @@ def attention(
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    # A query that sees no key, such as one of padding, gets zeros.
-    sees_none = (scores == -math.inf).all(-1, keepdim=True)
-    weights = scores.softmax(-1).masked_fill(sees_none, 0.0)
+    # The result of a query whose keys are all masked, such as padding, is zero.
+    is_fully_masked = (scores == -math.inf).all(-1, keepdim=True)
+    weights = scores.softmax(-1).masked_fill(is_fully_masked, 0.0)
     return (weights @ value.to(wide)).to(query.dtype)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Computes a linear layer as one product of a matrix of rows, for every layout of the rows."""
+    """Computes a linear layer as one product of two matrices, for all layouts of ``x``."""
     rows = x.reshape(-1, x.size(-1))
     product = torch.mm(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
     return product.reshape(*x.shape[:-1], weight.size(0))
 
 
 def matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Computes a product with a matrix as one product of rows, and others as batches."""
+    """Computes products with one matrix as one ``mm``, and others as ``bmm``."""
     if right.dim() == 1:
         return matmul(left, right.unsqueeze(-1)).squeeze(-1)
     if right.dim() == 2:
@@ -114,12 +111,12 @@ COMPOSITES: dict[Any, Callable[..., torch.Tensor]] = {
     aten.linear.default: linear,
     aten.matmul.default: matmul,
 }
-"""Ops whose own form depends on sizes, layouts or gradients."""
+"""Composite ops whose decomposition in torch depends on sizes, layouts or gradients."""
 
 
 @contextlib.contextmanager
 def composites() -> Iterator[None]:
-    """Trace inside it: ``COMPOSITES`` are made of other ops.
+    """Context manager in which tracing decomposes ``COMPOSITES`` alike for all sizes and layouts.
 
     Relies on ``OpOverload.py_kernels``, which the dispatcher prefers while a graph is traced, and
     on ``_dispatch_cache``.
@@ -141,21 +138,23 @@ def _register(kernels: dict[Any, Any]) -> None:
 
 
 def isolate_rows(graph: fx.Graph, weights: Iterable[int]) -> Counter[str]:
-    """Rewrites a graph in place.
+    """Replaces kernels whose results depend on sizes (``amp_fx/csrc/rows.cpp``), in place.
 
     Args:
-        graph: A forward or inference graph of AOTAutograd, whose nodes have their values.
+        graph: A forward or inference graph of AOTAutograd whose nodes have their values, traced
+            inside ``composites``.
         weights: The positions of the inputs that are parameters or buffers.
 
     Returns:
         The number of kernels that were replaced.
 
     Raises:
-        UnsupportedError: An op mixes rows, or is not known not to; the message names it.
+        UnsupportedError: An op mixes rows or is not known to be batch-invariant.
     """
     if load_rows() is None:
         raise UnsupportedError(
-            "numerics='invariant' needs kernels that cannot be built here: see python -m amp_fx env"
+            "numerics='invariant' requires C++ kernels, which could not be built: run "
+            "`python -m amp_fx env` for the reason"
         )
     _register_fakes()
     placeholders = graph.find_nodes(op="placeholder")
@@ -174,37 +173,37 @@ def isolate_rows(graph: fx.Graph, weights: Iterable[int]) -> Counter[str]:
             evaluate(node)
             counts["ordered_kernels"] += 1
         elif reason := why_not(node):
-            raise UnsupportedError(f"{node.target} does not keep rows apart: {reason}{_at(node)}")
+            raise UnsupportedError(f"{node.target} is not batch-invariant: {reason}{_at(node)}")
     graph.lint()
     return counts
 
 
 PACKED = ("mkldnn", "mkl", "onednn")
-"""Namespaces of the ops that inductor's freezing passes pack weights for."""
+"""Namespaces of ops for which inductor's freezing passes pack weights."""
 
 
 def mixes_packed_rows(graph: fx.Graph) -> bool:
-    """Returns True if a packed kernel of a graph was not found to keep rows apart."""
+    """Returns True if a packed kernel of a graph is not known to be batch-invariant."""
     for node in graph.nodes:
         if getattr(node.target, "namespace", "") not in PACKED:
             continue
         if _name(node) != "_linear_pointwise":
             return True
-        rows, result = (VALUE.of(each) for each in (node.all_input_nodes[0], node))
+        rows, result = (VALUE.of(operand) for operand in (node.all_input_nodes[0], node))
         if differing_rows(result.dtype, int(rows.shape[-1]), int(result.shape[-1])):
             return True
     return False
 
 
 def why_not(node: fx.Node) -> str:
-    """Returns the reason why an op may make a row depend on others; empty if it does not."""
+    """Returns the reason why an op may not be batch-invariant, or an empty string if it is."""
     op, name = node.target, _name(node)
     if isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
         return RANDOM
     if _counts_tokens(node):
         return CAPACITY
     results = tree_leaves(VALUE.get(node))
-    has_tensor = any(isinstance(each, torch.Tensor) for each in results)
+    has_tensor = any(isinstance(result, torch.Tensor) for result in results)
     if not has_tensor or not any(_is_float(VALUE.get(n)) for n in node.all_input_nodes):
         return ""
     if not isinstance(op, OpOverload):
@@ -214,9 +213,8 @@ def why_not(node: fx.Node) -> str:
     if name in MEASURED:
         args = torch.fx.node.map_arg(node.args, VALUE.get)
         is_rowwise_here = is_rowwise(op, args, node.kwargs)
-        return "" if is_rowwise_here else "its kernel gives a row other bits in a batch"
-    is_view = any(each.alias_info is not None for each in op._schema.returns)
-    is_known = is_view or torch.Tag.pointwise in op.tags or name in MOVES | ROWWISE
+        return "" if is_rowwise_here else "its kernel returns other bits for a row in a batch"
+    is_known = returns_alias(op) or torch.Tag.pointwise in op.tags or name in MOVES | ROWWISE
     return "" if is_known or op.namespace == "prims" else UNKNOWN
 
 
@@ -229,7 +227,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _counts_tokens(node: fx.Node) -> bool:
-    """Returns True for a cumulative sum over tokens of the experts that were chosen for them."""
+    """Returns True for a cumulative sum that counts the tokens routed to each expert."""
     if _name(node) != "cumsum":
         return False
     rank, dim = VALUE.of(node).dim(), cast("int", node.args[1])
@@ -242,8 +240,9 @@ def _counts_tokens(node: fx.Node) -> bool:
         ancestors |= new
         pending += new
     return any(
-        _name(each) in ROUTING and any(_is_float(VALUE.get(n)) for n in each.all_input_nodes)
-        for each in ancestors
+        _name(ancestor) in ROUTING
+        and any(_is_float(VALUE.get(n)) for n in ancestor.all_input_nodes)
+        for ancestor in ancestors
     )
 
 
@@ -253,23 +252,24 @@ def _at(node: fx.Node) -> str:
 
 
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
-"""Products of two matrices, or of two batches of them, which are the last two arguments."""
+"""Products whose operands, two matrices or two batches of matrices, are the last two arguments."""
 
 GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
-"""Products of groups of rows, each with a matrix of its own."""
+"""Products of groups of rows with one matrix per group."""
 
 SOFTMAXES = {aten._softmax.default: False, aten._log_softmax.default: True}
+"""Softmax ops; True if the result is the logarithm."""
 SUMS = {
     aten.sum.default: False,
     aten.sum.dim_IntList: False,
     aten.mean.default: True,
     aten.mean.dim: True,
 }
-"""Whether a sum is a mean."""
+"""Sums; True if the result is the mean."""
 
 
 def _is_measured_product(node: fx.Node, constant: set[fx.Node]) -> bool:
-    """Returns True for a product of rows with a weight whose kernel was found to be invariant."""
+    """Returns True for a product with a weight whose kernel was measured to be batch-invariant."""
     left, right = cast("list[fx.Node]", node.args[-2:])
     value = VALUE.of(right)
     if right not in constant or left in constant or value.dim() != 2:
@@ -278,7 +278,7 @@ def _is_measured_product(node: fx.Node, constant: set[fx.Node]) -> bool:
 
 
 def _ordered_call(node: fx.Node) -> tuple[Any, ...] | None:
-    """Returns the op and the arguments instead of a node's; None if its kernel may stay."""
+    """Returns the op and arguments that replace a node's, or None if its kernel may stay."""
     op, args, dtype = node.target, node.args, getattr(VALUE.get(node), "dtype", None)
     kwargs, node_kwargs = node.kwargs, {}
     if dtype not in DTYPES:
@@ -307,7 +307,7 @@ def _ordered_call(node: fx.Node) -> tuple[Any, ...] | None:
 
 
 def _depends_on_position(node: fx.Node) -> bool:
-    """Returns True for a pointwise op whose vector code and scalar code may have other bits."""
+    """Returns True for a pointwise op whose vector and scalar code may return different bits."""
     op, name = node.target, _name(node)
     if not isinstance(op, OpOverload) or op.namespace != "aten" or name in EXACT | MOVES:
         return False
@@ -317,17 +317,17 @@ def _depends_on_position(node: fx.Node) -> bool:
 
 
 @functools.cache
-def _register_fake(own: Any, op: Any) -> None:
+def _register_fake(row_op: Any, op: Any) -> None:
     def fake(*args: Any, **kwargs: Any) -> torch.Tensor:
         result: torch.Tensor = op(*args, **kwargs)
         return result.new_empty(result.shape)
 
-    torch.library.register_fake(own.name(), fake)
+    torch.library.register_fake(row_op.name(), fake)
 
 
 @functools.cache
 def _register_fakes() -> None:
-    """Tells tracers the shapes of what the compiled ops give."""
+    """Registers the fake kernels of the ordered ops."""
 
     def product(left: Any, right: Any, *_: Any) -> Any:
         return left.new_empty((*left.shape[:-1], right.size(-1)))

@@ -1,7 +1,6 @@
-"""Finds the weights of a rewritten graph that nothing reads but through casts to one low dtype.
+"""Finds the weights of a rewritten graph that are only read through casts to one low dtype.
 
-Rounding a weight once and for all changes nothing for these: whoever reads them rounds them
-himself. Such a weight may be stored low, or gathered low where it is sharded.
+Storing such a weight in the low dtype, or gathering its shards in the low dtype, changes no bits.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from amp_fx.dtypes import is_low
 from amp_fx.graphs.bodies import bodies_of, is_rewritten, operands_of
 from amp_fx.graphs.metadata import ISLAND, VERSION
 from amp_fx.graphs.values import storage_id, tensors_in, value_of, version_of
@@ -21,18 +21,15 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-LOW_DTYPES = (torch.bfloat16, torch.float16)
-"""What a float32 weight may be stored in."""
-
 
 @dataclasses.dataclass(frozen=True)
 class LowRead:
-    """Describes how all readers of one weight take it.
+    """The casts through which one weight is read.
 
     Attributes:
-        dtype: What each casts it to.
-        num_casts: How many casts that are.
-        is_direct: Whether each casts the weight itself; else some cast a view of it.
+        dtype: The dtype of all casts.
+        num_casts: The number of casts.
+        is_direct: True if all casts are of the weight itself, False if some are of a view.
     """
 
     dtype: torch.dtype
@@ -41,26 +38,25 @@ class LowRead:
 
     @property
     def is_one_cast(self) -> bool:
-        """True if gradients add up in the low dtype, as they would if it were stored low.
+        """True if gradients are added in the low dtype, as for a weight that is stored low.
 
-        Gradients of several casts, and of a view that repeats elements, add up in float32.
+        Gradients of several casts, or of a view that repeats elements, are added in float32.
         """
         return self.is_direct and self.num_casts == 1
 
 
 def low_reads(gm: fx.GraphModule) -> dict[fx.Node, LowRead]:
-    """The inputs and attributes of a graph that are only read low.
+    """Returns the inputs and attributes of a graph that are only read in a low dtype.
 
-    A view of a weight is no reader, but what reads the view is: rounding and taking a view
-    commute. Nor is a higher-order op whose bodies were rewritten: the readers are in there.
-    Anything else is one: an island, an output, a write, a cast to another dtype.
+    A view is not a reader, but the users of the view are, because casts and views commute. A
+    higher-order op whose bodies were rewritten is not a reader either, but the nodes in its bodies
+    are. Every other user is a reader: islands, outputs, writes and casts to another dtype.
 
     Args:
-        gm: A graph with its casts as nodes and their values recorded, as the passes leave it.
+        gm: A graph after the passes, whose casts are nodes and whose nodes have values.
 
     Returns:
-        For each such placeholder or ``get_attr`` node how it is read. Those that nothing reads
-        are not among them.
+        Placeholders and ``get_attr`` nodes, with their reads. Unused nodes are omitted.
     """
     nodes = [*gm.graph.find_nodes(op="placeholder"), *gm.graph.find_nodes(op="get_attr")]
     reads = {node: _read_of(gm, node) for node in nodes if _may_be_low(node)}
@@ -68,20 +64,20 @@ def low_reads(gm: fx.GraphModule) -> dict[fx.Node, LowRead]:
 
 
 def _may_be_low(node: fx.Node) -> bool:
-    """Returns True if a node gives a dense float32 tensor that the graph does not write."""
+    """Returns True for a strided float32 tensor that the graph does not write to."""
     value = value_of(node)
     if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
         return False
-    is_seen = value.layout is torch.strided and VERSION.is_on(node)
-    return is_seen and version_of(value) == VERSION.of(node)
+    has_version = value.layout is torch.strided and VERSION.is_on(node)
+    return has_version and version_of(value) == VERSION.of(node)
 
 
 def _read_of(gm: fx.GraphModule, node: fx.Node) -> LowRead | None:
-    """Returns how a weight is read, if that is low."""
+    """Returns the reads of a weight if all of them are casts to one low dtype."""
     casts = dict(readers(gm, node, is_direct=True))
     dtypes = {_cast_dtype(cast) for cast in casts}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    if dtype not in LOW_DTYPES:
+    if dtype is None or not is_low(dtype):
         return None
     return LowRead(dtype, len(casts), all(casts.values()))
 
@@ -89,7 +85,10 @@ def _read_of(gm: fx.GraphModule, node: fx.Node) -> LowRead | None:
 def readers(
     gm: fx.GraphModule, node: fx.Node, *, is_direct: bool = True
 ) -> Iterator[tuple[fx.Node, bool]]:
-    """Yields the readers of a tensor, through views and in bodies, and if they take it itself."""
+    """Yields the readers of a tensor, with True if they read the tensor itself and not a view.
+
+    Views and bodies of higher-order ops are followed.
+    """
     for user in node.users:
         if is_rewritten(user):
             yield from _readers_in_bodies(gm, user, node, is_direct=is_direct)
@@ -110,7 +109,10 @@ def _readers_in_bodies(
 
 
 def is_view(user: fx.Node, node: fx.Node) -> bool:
-    """Returns True if a node only gives views; a write to the weight shows in its version."""
+    """Returns True if a node only returns views of another node.
+
+    In-place ops count as views: the version of the tensor tells that they write to it.
+    """
     if user.op == "output" or ISLAND.is_on(user):
         return False
     source, results = tensors_in(value_of(node)), tensors_in(value_of(user))
@@ -120,7 +122,7 @@ def is_view(user: fx.Node, node: fx.Node) -> bool:
 
 
 def _cast_dtype(reader: fx.Node) -> torch.dtype | None:
-    """Returns the dtype that a reader casts to; None if it does anything but casting."""
+    """Returns the dtype of a cast, or None if the reader is not a cast."""
     if reader.target is torch.ops.aten.to.dtype and len(reader.args) == 2 and not reader.kwargs:
         return reader.args[1]  # type: ignore[return-value]
     if reader.target is not CAST or set(reader.kwargs) != {"dtype"}:

@@ -1,4 +1,4 @@
-"""Writes onto every node in which autocast region it stands, and takes the markers out.
+"""Annotates every node with its autocast region and removes the region markers.
 
 Before:
     %enter = _enter_autocast("cpu", torch.float16, True, None)
@@ -9,12 +9,8 @@ After:
     %y     = linear(%x, %w)      # site: cpu float16
     %z     = linear(%y, %w)      # site: as at the start
 
-Grad-mode switches stay in the graph (they act at run time) and are followed. The nodes between
-two level changes of functorch or of forward-mode AD, higher-order ops and everything else whose
-effect a trace of one node cannot see are marked as islands. A custom ``torch.autograd.Function``
-where the program has no region on is marked as standing in none: its bodies were captured so, and
-its backward may take no other dtypes. Left alone on purpose: graphs inside higher-order ops, which
-get the site of their call when they are rewritten.
+Left unchanged: switches of grad mode, which act at run time; the bodies of higher-order ops, which
+get the site of their call when ``insert_casts`` rewrites them.
 """
 
 from __future__ import annotations
@@ -40,13 +36,14 @@ if TYPE_CHECKING:
     from amp_fx.graphs.conditions import Condition
     from amp_fx.regions.state import AutocastState
 
-# Level changes of torch.func transforms and of forward-mode AD: between the first and its
-# counterpart, tensors are wrapped or dual, and their fake values say nothing about either part.
+# Level changes of torch.func transforms and of forward-mode AD. Between two of them, tensors are
+# wrapped or dual, and their fake values do not describe the wrapped tensors. All nodes between are
+# islands.
 _TRANSFORMS = ("vmap", "grad", "jvp", "func")
 _LEVEL_UP = (*(f"_{name}_increment_nesting" for name in _TRANSFORMS), "_enter_dual_level")
 _LEVEL_DOWN = (*(f"_{name}_decrement_nesting" for name in _TRANSFORMS), "_exit_dual_level")
 
-# Namespaces whose functions act on hidden state rather than on their arguments.
+# Namespaces whose functions act on hidden state, not on their arguments.
 _STATEFUL_MODULES = (
     "torch._functorch",
     "torch._C._functorch",
@@ -57,10 +54,10 @@ _STATEFUL_MODULES = (
 
 @dataclasses.dataclass(frozen=True)
 class MarkRegions:
-    """Follows autocast regions and grad mode from the state at the graph's start.
+    """Follows autocast regions and grad mode through a graph.
 
     Attributes:
-        site: The state with which the graph begins.
+        site: The state at the start of the graph.
     """
 
     name: ClassVar[str] = "mark_regions"
@@ -69,7 +66,12 @@ class MarkRegions:
     site: Site
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        """Sets ``SITE`` and, for opaque regions, ``ISLAND`` (the reason)."""
+        """Sets ``SITE``, and sets ``ISLAND`` of opaque regions to the reason; counts ``regions``.
+
+        A custom ``torch.autograd.Function`` that the program calls outside of any region gets a
+        site without autocast: its bodies were captured without, and its backward may reject other
+        dtypes.
+        """
         counts: Counter[str] = Counter()
         states = [(self.site.state, self.site.is_bare)]
         is_grad_enabled = self.site.is_grad_enabled
@@ -89,13 +91,12 @@ class MarkRegions:
                 is_grad_enabled = node.args[0]
             name = getattr(node.target, "__name__", "")
             level += name in _LEVEL_UP
-            # A second run finds no markers any more: what is known stands.
+            # A second run keeps the sites of the first, as the markers are gone.
             if not SITE.is_on(node):
                 state, is_bare = states[-1]
                 policy = annotated_policy(gm, node)
                 state = state if policy is None else state.with_policy(policy)
-                place = Site(state, is_grad_enabled, is_bare, self.site.is_branch)
-                SITE.put(node, place)
+                SITE.put(node, Site(state, is_grad_enabled, is_bare, self.site.is_branch))
             reason = TRANSFORM if level else island_reason(node)
             if reason is not None:
                 ISLAND.put(node, reason)
@@ -106,13 +107,13 @@ class MarkRegions:
 
 
 def _entered(state: AutocastState, is_bare: bool, marker: fx.Node) -> tuple[AutocastState, bool]:
-    """The state inside a region of the program's, and whether it has none on even there."""
+    """Returns the state inside a region; the flag is True if the program enables no region."""
     arguments = region_arguments(marker)
     return state.enter(*arguments), is_bare and not arguments[2]
 
 
 def island_reason(node: fx.Node) -> str | None:
-    """Why a node must stay as it is, or None if it is plain."""
+    """Returns the reason why a node is opaque, or None if it can be rewritten."""
     if node.op not in ("call_function", "call_method"):
         return None
     if isinstance(node.target, HigherOrderOperator):

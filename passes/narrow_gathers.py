@@ -1,4 +1,4 @@
-"""Narrows before it gathers: a cast that every reader of a gathered tensor makes goes before it.
+"""Casts tensors before they are gathered, if all readers of the gathered tensor cast it.
 
 Before:
     %whole = _c10d_functional.all_gather_into_tensor(%part, 2, "0")
@@ -11,12 +11,8 @@ After:
     %wait   = _c10d_functional.wait_tensor(%whole)
     %y      = aten.mm(%x, %wait)
 
-Half the bytes go over the wire, and no bit is another: such a collective moves elements only, and
-so do the views between it and the casts. This pass runs on the graphs that AOTAutograd makes,
-forward and backward each by itself. On a captured graph the cast would be differentiated, and
-narrow what the backward adds up. Left alone on purpose: collectives that add (rounding does not
-commute with that), and tensors that anything reads as they are, an output for the backward
-among it.
+Left unchanged: collectives that add, because casts and additions do not commute; gathered tensors
+with a reader that does not cast, such as an output that is saved for the backward.
 """
 
 from __future__ import annotations
@@ -47,19 +43,24 @@ MOVING = frozenset(
 
 _PARTS = ("cat", "clone", "expand", "select", "slice", "split", "split_with_sizes")
 CARRYING = WHOLE_VIEWS | {"_c10d_functional::wait_tensor", *(f"aten::{name}" for name in _PARTS)}
-"""What may stand between a collective and a cast: each element stays what it is."""
+"""Ops between a collective and a cast that only move elements."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NarrowGathers:
-    """Moves narrowing casts in front of collectives that move elements."""
+    """Moves narrowing casts in front of collectives that move elements.
+
+    This halves the communication and changes no bits. The pass runs on AOTAutograd's forward and
+    backward graphs: in a captured graph, the cast would be differentiated, and the backward would
+    add gradients in the low dtype.
+    """
 
     name: ClassVar[str] = "narrow_gathers"
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``gathers_narrowed``."""
         counts: Counter[str] = Counter()
-        # The last first: what one gather reads may be what another has gathered.
+        # In reverse order, because a gather may read the result of another gather.
         for gather in reversed([n for n in gm.graph.nodes if op_name(n) in MOVING]):
             region = _read_through(gather)
             if region is not None:
@@ -69,27 +70,27 @@ class NarrowGathers:
 
 
 def _read_through(gather: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None:
-    """Finds the views and casts that read a gathered tensor; returns None if anything else does."""
-    carriers: dict[fx.Node, None] = {}
+    """Returns the views and casts of a gathered tensor, or None if it has other readers."""
+    views: dict[fx.Node, None] = {}
     casts: dict[fx.Node, None] = {}
-    waiting = [gather]
-    while waiting:
-        for user in waiting.pop().users:
+    pending = [gather]
+    while pending:
+        for user in pending.pop().users:
             if narrows(user):
                 casts[user] = None
             elif not _carries(user):
                 return None
-            elif user not in carriers:
-                carriers[user] = None
-                waiting.append(user)
-    region = {gather, *carriers}
+            elif user not in views:
+                views[user] = None
+                pending.append(user)
+    region = {gather, *views}
     if any(
-        _is_tensor(given) and given not in region for c in carriers for given in c.all_input_nodes
+        _is_tensor(source) and source not in region for c in views for source in c.all_input_nodes
     ):
-        return None  # put together with something else
+        return None  # an op combines the gathered tensor with another one
     if len({VALUE.of(cast).dtype for cast in casts}) != 1:
         return None
-    return list(carriers), list(casts)
+    return list(views), list(casts)
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -102,19 +103,17 @@ def _carries(node: fx.Node) -> bool:
     return op_name(node) in CARRYING and not is_reinterpreting(node)
 
 
-def _narrow(
-    graph: fx.Graph, gather: fx.Node, carriers: list[fx.Node], casts: list[fx.Node]
-) -> None:
-    """Casts what is gathered, and takes the casts behind it away."""
+def _narrow(graph: fx.Graph, gather: fx.Node, views: list[fx.Node], casts: list[fx.Node]) -> None:
+    """Casts the inputs of a collective and removes the casts after it."""
     dtype = VALUE.of(casts[0]).dtype
     narrowed: dict[fx.Node, fx.Node] = {}
-    for given in gather.all_input_nodes:
-        if given not in narrowed and isinstance(VALUE.get(given), torch.Tensor):
+    for source in gather.all_input_nodes:
+        if source not in narrowed and isinstance(VALUE.get(source), torch.Tensor):
             with graph.inserting_before(gather):
-                narrowed[given] = narrowing_cast(graph, given, dtype, like=casts[0])
-    for given, cast in narrowed.items():
-        gather.replace_input_with(given, cast)
-    changed = {gather, *carriers}
+                narrowed[source] = narrowing_cast(graph, source, dtype, like=casts[0])
+    for source, cast in narrowed.items():
+        gather.replace_input_with(source, cast)
+    changed = {gather, *views}
     for node in [node for node in graph.nodes if node in changed]:
         evaluate(node)
     for cast in casts:

@@ -1,4 +1,4 @@
-"""Runs products with a weight in float8, where the policy says so and they fit.
+"""Computes products with a weight in float8 if the policy requires it and their shapes allow it.
 
 Before:
     %weight_bfloat16 = aten._to_copy(%weight, dtype=torch.bfloat16)
@@ -11,9 +11,9 @@ After:
     %product         = amp_fx.float8_product(%x_bfloat16, %weight, 'rowwise', %data, ..., True)
     %y               = aten.add(%product, %bias_bfloat16)
 
-A weight is quantized once for all its products, as it is stored. Left alone on purpose, with the
-reason in ``metadata.FLOAT8_NOTE``: what ``why_not_float8`` names, products without a weight, and,
-where a preset says float8, the first and the last product of the model.
+Left unchanged, with the reason in ``metadata.FLOAT8_NOTE``: products that ``why_not_float8``
+rejects; products without a weight; the first and the last product of the model, if their policy
+comes from a preset.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ from amp_fx.graphs.values import (
     argument_values,
     captured_value,
     detect_fake_mode,
-    evaluate,
     is_written,
-    set_value,
+    update_value,
     value_of,
 )
 from amp_fx.passes.base import PassResult
@@ -47,7 +46,7 @@ from amp_fx.policies.float8 import (
     float8_product,
     float8_weight,
     operands_of,
-    turned_base,
+    transposed_base,
     why_not_float8,
 )
 from amp_fx.tables.cast_policy import CastPolicy
@@ -65,12 +64,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeProducts:
-    """Replaces products that the policy has in float8.
+    """Replaces products whose policy is float8. A weight is quantized once for all its products.
 
     Attributes:
-        policy: Has the recipe and the least sizes, unless a region has a policy of its own.
+        policy: The policy with the float8 settings; a region's own policy takes precedence.
         weights: Names of the placeholders that are weights.
-        ends: Those of the first and the last product of the model; None for those of the graph.
+        ends: Names of the weights of the model's first and last product. None takes those of the
+            graph.
     """
 
     name: ClassVar[str] = "quantize_products"
@@ -81,27 +81,27 @@ class QuantizeProducts:
     ends: tuple[str, ...] | None = None
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        """Counts ``products_in_float8`` and ``products_not_in_float8``, bodies included."""
-        found = _Quantizer(gm, self)
-        found.run()
+        """Counts ``products_in_float8`` and ``products_not_in_float8``, also in bodies."""
+        quantizer = _Quantizer(gm, self)
+        quantizer.run()
         for node in filter(is_rewritten, gm.graph.nodes):
             for body in bodies_of(gm, node):
-                found.counts.update(self._inside(node, body).call(body).counts)
-        return PassResult(found.counts)
+                quantizer.counts.update(self._for_body(node, body).call(body).counts)
+        return PassResult(quantizer.counts)
 
-    def _inside(self, node: fx.Node, body: fx.GraphModule) -> QuantizeProducts:
-        """Returns the pass for a body, where weights have the names of its own placeholders."""
+    def _for_body(self, node: fx.Node, body: fx.GraphModule) -> QuantizeProducts:
+        """Returns the pass for a body, with the names of the body's placeholders."""
         pairs = zip(body.graph.find_nodes(op="placeholder"), operands_passed(node), strict=False)
         names = {getattr(operand, "name", ""): inner.name for inner, operand in pairs}
         weights, ends = (
-            tuple(names[name] for name in given or () if name in names)
-            for given in (self.weights, self.ends)
+            tuple(names[name] for name in outer_names or () if name in names)
+            for outer_names in (self.weights, self.ends)
         )
         return dataclasses.replace(self, weights=weights, ends=ends)
 
 
 class _Quantizer:
-    """One walk over a graph."""
+    """Visitor of one graph; a body has its own."""
 
     def __init__(self, gm: fx.GraphModule, settings: QuantizeProducts) -> None:
         self.gm, self.graph, self.settings = gm, gm.graph, settings
@@ -114,30 +114,30 @@ class _Quantizer:
 
     def run(self) -> None:
         products = [(node, o) for node in self.graph.nodes if (o := _float8_operands(node))]
-        found = [(node, o, self._weight_of(node, o)) for node, o in products]
+        weighted = [(node, o, self._weight_of(node, o)) for node, o in products]
         ends = self.settings.ends
         if ends is None:
-            sources = [weight[0] for *_, weight in found if weight is not None]
+            sources = [weight[0] for *_, weight in weighted if weight is not None]
             names = [source.name for source in sources if value_of(source).dim() == 2]
             ends = (names[0], names[-1]) if names else ()
-        for node, operands, weight in found:
-            why = self._why_not(node, weight, ends)
-            if why:
-                FLOAT8_NOTE.put(node, f"not in float8: {why}")
+        for node, operands, weight in weighted:
+            reason = self._why_not(node, weight, ends)
+            if reason:
+                FLOAT8_NOTE.put(node, f"not in float8: {reason}")
             else:
                 assert weight is not None
                 self._quantize(node, operands, *weight)
-            self.counts["products_not_in_float8" if why else "products_in_float8"] += 1
+            self.counts["products_not_in_float8" if reason else "products_in_float8"] += 1
 
     def _weight_of(self, node: fx.Node, operands: Operands) -> tuple[fx.Node, bool] | None:
-        """The placeholder of a product's weight, and whether its rows are outputs."""
-        given = bind(node.target, node.args, dict(node.kwargs))[operands.weight]  # type: ignore[arg-type]
-        source = given.args[0] if inserted_cast(given) is not None else given
+        """Returns the placeholder of a product's weight, and True if its rows are outputs."""
+        argument = bind(node.target, node.args, dict(node.kwargs))[operands.weight]  # type: ignore[arg-type]
+        source = argument.args[0] if inserted_cast(argument) is not None else argument
         value, has_rows = value_of(source), operands.has_rows_of_outputs
         if id(value) in self.sources:
             return self.sources[id(value)], has_rows
         with analysis(self.fake_mode, is_grad_enabled=SITE.of(node).is_grad_enabled):
-            base = turned_base(value)
+            base = transposed_base(value)
         return (self.sources[id(base)], not has_rows) if id(base) in self.sources else None
 
     def _why_not(self, node: fx.Node, weight: Any, ends: tuple[str, ...]) -> str:
@@ -167,9 +167,17 @@ class _Quantizer:
         back: tuple[Any, Any] = (None, None)
         if has_gradient and value_of(x).requires_grad:
             back = self._quantized(node, weight, settings, has_rows, is_back=True)
-        own = weight if has_gradient and value_of(weight).requires_grad else None
+        differentiable_weight = weight if has_gradient and value_of(weight).requires_grad else None
         offsets = bound.get(operands.offsets)
-        args = (x, own, recipe, *forward, *back, has_rows, *(() if offsets is None else (offsets,)))
+        args = (
+            x,
+            differentiable_weight,
+            recipe,
+            *forward,
+            *back,
+            has_rows,
+            *(() if offsets is None else (offsets,)),
+        )
         result = self._add(node, float8_product, args)
         note = f"float8, recipe {recipe}: {RECIPES[recipe]}"
         if SOURCES[settings.source] is not None:
@@ -197,8 +205,8 @@ class _Quantizer:
         key = weight, settings.recipe, has_rows, is_back, settings.source
         if key in self.quantized and not is_written(weight):
             return self.quantized[key]
-        both = self._add(node, float8_weight, key)
-        data, factors = (self._add(node, operator.getitem, (both, i)) for i in (0, 1))
+        pair = self._add(node, float8_weight, key)
+        data, factors = (self._add(node, operator.getitem, (pair, i)) for i in (0, 1))
         self.quantized[key] = data, factors
         return data, factors
 
@@ -206,17 +214,16 @@ class _Quantizer:
         with self.graph.inserting_before(node):
             new = self.graph.call_function(target, args)
         new.meta = provenance(node)
-        with analysis(self.fake_mode, is_grad_enabled=SITE.of(node).is_grad_enabled):
-            set_value(new, evaluate(new))
+        update_value(new, self.fake_mode, is_grad_enabled=SITE.of(node).is_grad_enabled)
         return new
 
 
 def _float8_operands(node: fx.Node) -> Operands | None:
-    """The operands of a product that the policy has in float8."""
+    """Returns the operands of a product whose policy is float8, or None for other nodes."""
     operands = operands_of(node.target)
     if operands is None:
         return None
     name = qualified_name(node.target)  # type: ignore[arg-type]
-    found = DECISIONS.get(node) or ()
-    is_float8 = any(d.op == name and d.policy is CastPolicy.FLOAT8 for d in found)
+    decisions = DECISIONS.get(node) or ()
+    is_float8 = any(d.op == name and d.policy is CastPolicy.FLOAT8 for d in decisions)
     return operands if is_float8 and not FLOAT8_NOTE.is_on(node) else None

@@ -1,4 +1,4 @@
-"""Raises narrowing casts over views, so that what makes a value can write it low.
+"""Moves narrowing casts in front of views, so that the producer's kernel writes the low dtype.
 
 Before:
     %wide = aten.mul.Tensor(%gradient, %scale)
@@ -9,10 +9,8 @@ After:
     %low  = prims.convert_element_type(%wide, torch.bfloat16)
     %rows = aten.reshape(%low, [8, 320, 64, 64])
 
-Each element stays what it is. Inductor does not always fuse over a view; where it does not, the
-wide value would be written and read once more. This pass runs on the graphs that AOTAutograd makes.
-Left alone on purpose: views that anything else reads, and those that take a part of a tensor, as
-casting all of it would be more work.
+Left unchanged: views with other readers; views of a part of a tensor, because casting the whole
+tensor would be more work.
 """
 
 from __future__ import annotations
@@ -27,11 +25,15 @@ if TYPE_CHECKING:
     from torch import fx
 
 VIEWS = WHOLE_VIEWS | {"aten::clone", "aten::expand"}
-"""What gives all elements of one tensor, each as it is."""
+"""Ops that return all elements of one tensor unchanged."""
 
 
 def raise_casts(graph: fx.Graph) -> int:
-    """Raises the casts of a graph whose nodes have values; counts the views that they passed."""
+    """Moves casts of an AOTAutograd graph in front of views; returns the number of such views.
+
+    No bits change. Inductor does not always fuse across a view; without fusion, the wide value
+    would be written to memory and read again.
+    """
     return sum(_raise(graph, node) for node in list(graph.nodes) if narrows(node))
 
 
@@ -47,7 +49,7 @@ def _raise(graph: fx.Graph, cast: fx.Node) -> int:
         graph.erase_node(cast)
         num_views += 1
         if not narrows(raised):
-            break  # it was widened from this dtype before
+            break  # the source was widened from this dtype, so that no cast was needed
         cast = raised
     return num_views
 

@@ -1,9 +1,9 @@
-"""Refuses a program with opaque regions in it: nothing may be left to native autocast.
+"""Rejects programs with opaque regions, which an exported program cannot run under autocast.
 
 Compiled graphs run islands under native autocast, between markers (``wrap_islands``). An exported
-program has no place for these, and would run such a node in the dtypes that happen to come. Left
-alone on purpose: islands without tensors or outside of any region, and operators that only call an
-op which autocast knows nothing of (``auto_functionalized``, ``with_effects``).
+program cannot contain markers, and would run an island in the dtypes of its inputs. Accepted are
+islands without tensors or outside of any region, and higher-order ops that call a single op to
+which autocast does not apply (``auto_functionalized``, ``with_effects``).
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class RefuseIslands:
             if needs_autocast(node) and not _calls_plain_op(node):
                 raise UnsupportedError(
                     f"{node.format_node()} cannot be rewritten ({ISLAND.of(node)}), and an "
-                    f"exported program cannot leave it to torch.autocast{place_of(node)}. "
-                    "Turn autocast off around it (torch.autocast(..., enabled=False)), or give "
-                    "the op a policy (amp_fx.register_op) if it is your own"
+                    f"exported program cannot run it under torch.autocast{place_of(node)}. "
+                    "Disable autocast around it (torch.autocast(..., enabled=False)), or register "
+                    "a cast policy (amp_fx.register_op) if it is a custom op"
                 )
         for body in rewritten_bodies(gm):
             self.call(body)
@@ -55,7 +55,7 @@ class RefuseIslands:
 
 
 def _calls_plain_op(node: fx.Node) -> bool:
-    """Returns True if a higher-order op calls one op, as it stands, that autocast does not know."""
+    """Returns True if a higher-order op calls one op, to which autocast does not apply."""
     if not isinstance(node.target, HigherOrderOperator):
         return False
     ops = [arg for arg in node.args if isinstance(arg, OpOverload)]
@@ -64,10 +64,10 @@ def _calls_plain_op(node: fx.Node) -> bool:
 
 
 _HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).resolve().parents[1] / "amp_fx"))
-"""Folders whose code is not the program's."""
+"""Folders of torch and amp_fx, whose lines messages omit."""
 
 
 def place_of(node: fx.Node) -> str:
-    """Describes the node's place in the program, for a person to read; empty if unknown."""
+    """Returns the source line of a node as the end of a message; empty if unknown."""
     lines = [line for line in lines_of(node) if not line.file.startswith(_HIDDEN)]
-    return f"; it stands at {lines[-1].file}:{lines[-1].number}" if lines else ""
+    return f"; it is called at {lines[-1].file}:{lines[-1].number}" if lines else ""

@@ -1,4 +1,4 @@
-"""Gives graph outputs the dtypes of the uncompiled program (the bare way in).
+"""Casts graph outputs back to the dtypes that they have in the uncompiled program.
 
 Before:
     %y = aten.linear(%x_bfloat16, %weight_bfloat16)     # captured as float32
@@ -7,9 +7,9 @@ After:
     %y_float32 = aten._to_copy(%y, dtype=torch.float32)
     return (%y_float32,)
 
-An output that is returned twice is cast once, so that it stays one tensor. Left alone on
-purpose: outputs that the user's own regions or casts made low, and those that capture has in
-float8, as it lets a product mix float32 with weights stored in float8, which eager code refuses.
+Used if the program itself has no autocast region. Left unchanged: outputs that are low because of
+regions or casts in the user's code; outputs that were captured in float8, because capture accepts
+products of float32 with weights stored in float8, which eager code rejects.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from amp_fx.graphs.casts import add_cast
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
 from amp_fx.graphs.metadata import CAPTURED, SITE
 from amp_fx.graphs.values import (
-    analysis,
     captured_dtype,
     captured_value,
     detect_fake_mode,
-    evaluate,
-    set_value,
+    update_value,
     value_of,
 )
 from amp_fx.passes.base import PassResult
@@ -44,9 +42,11 @@ if TYPE_CHECKING:
 class RestoreOutputs:
     """Casts outputs whose dtype the rewrite changed.
 
+    An output that is returned twice is cast once, so that both results stay the same tensor.
+
     Attributes:
-        dtypes: For each output the dtype that it is to have, None for its own; by default those
-            that were captured.
+        dtypes: The expected dtype of each output; None in the tuple leaves an output unchanged. By
+            default, the captured dtypes.
     """
 
     name: ClassVar[str] = "restore_outputs"
@@ -60,20 +60,19 @@ class RestoreOutputs:
         counts: Counter[str] = Counter()
         output = gm.graph.output_node()
         fake_mode = detect_fake_mode(gm.graph)
-        for node, dtype in self._wanted(output).items():
+        for node, dtype in self._expected_dtypes(output).items():
             value = value_of(node)
             if not isinstance(value, torch.Tensor) or dtype in (None, value.dtype):
                 continue
             with gm.graph.inserting_before(output):
                 cast = add_cast(gm.graph, node, dtype, "output")
-            with analysis(fake_mode, is_grad_enabled=SITE.of(output).is_grad_enabled):
-                set_value(cast, evaluate(cast))
+            update_value(cast, fake_mode, is_grad_enabled=SITE.of(output).is_grad_enabled)
             CAPTURED.put(cast, captured_value(node))
             output.replace_input_with(node, cast)
             counts["outputs_restored"] += 1
         return PassResult(counts)
 
-    def _wanted(self, output: fx.Node) -> dict[fx.Node, torch.dtype | None]:
+    def _expected_dtypes(self, output: fx.Node) -> dict[fx.Node, torch.dtype | None]:
         if self.dtypes is None:
             return {node: captured_dtype(node) for node in output.all_input_nodes}
         outputs: Any = output.args[0]

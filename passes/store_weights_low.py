@@ -1,4 +1,4 @@
-"""Stores weights in the low-precision dtype in which every reader takes them.
+"""Stores weights in the low-precision dtype to which all their readers cast them.
 
 Before:
     %weight          = placeholder[weight]                # float32
@@ -8,10 +8,8 @@ After:
     %weight          = placeholder[weight]                # bfloat16
     %y               = aten.linear(%x_bfloat16, %weight)
 
-The numbers stay: a cast of a view is a view of the cast. Who runs the pass casts the tensors
-themselves. Left alone on purpose: weights that anything reads in float32, or in two dtypes
-(``passes.low_reads``); casts whose results are laid out otherwise than what they cast, written
-to or handed out, which a weight must not be.
+Left unchanged: weights that are read in float32 or in two dtypes (``passes.low_reads``); weights
+with a cast that has other strides, is written to or is returned.
 """
 
 from __future__ import annotations
@@ -48,11 +46,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class StoreWeightsLow:
-    """Takes out casts of weights, whose placeholders become low.
+    """Removes casts of weights and changes the dtype of their placeholders.
+
+    No bits change, because casts and views commute. The caller casts the weights themselves.
 
     Attributes:
-        groups: Names of the placeholders that may, those that share a storage together: either
-            all of them can be low, or none.
+        groups: Names of the placeholders that may be stored low, grouped by storage: all
+            placeholders of a group are stored low, or none.
     """
 
     name: ClassVar[str] = "store_weights_low"
@@ -61,7 +61,7 @@ class StoreWeightsLow:
     groups: tuple[tuple[str, ...], ...]
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        """Counts ``weights_stored_low``, and ``casts_removed``."""
+        """Counts ``weights_stored_low`` and ``casts_removed``."""
         counts: Counter[str] = Counter()
         drop_unused_operands(gm, {name for group in self.groups for name in group})
         by_name = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
@@ -75,34 +75,34 @@ class StoreWeightsLow:
 def _storable(
     gm: fx.GraphModule, groups: Sequence[Sequence[fx.Node]]
 ) -> dict[fx.Node, torch.dtype]:
-    """The weights to store low, those that nobody reads with those that share their storage."""
+    """Returns the weights to store low, including unused weights that share their storage."""
     reads = low_reads(gm)
-    handed_out = {
+    returned = {
         storage_id(tensor)
         for node in gm.graph.output_node().all_input_nodes
         for tensor in tensors_in(value_of(node))
     }
-    found: dict[fx.Node, torch.dtype] = {}
+    storable: dict[fx.Node, torch.dtype] = {}
     for group in groups:
-        read = [weight for weight in group if weight.users]
-        dtypes = {reads[weight].dtype if weight in reads else None for weight in read}
+        used = [weight for weight in group if weight.users]
+        dtypes = {reads[weight].dtype if weight in reads else None for weight in used}
         dtype = dtypes.pop() if len(dtypes) == 1 else None
-        casts = [cast for weight in read for cast, _ in readers(gm, weight)]
-        if dtype is not None and all(_may_go(cast, handed_out) for cast in casts):
-            found.update(dict.fromkeys(group, dtype))
-    return found
+        casts = [cast for weight in used for cast, _ in readers(gm, weight)]
+        if dtype is not None and all(_can_remove(cast, returned) for cast in casts):
+            storable.update(dict.fromkeys(group, dtype))
+    return storable
 
 
-def _may_go(cast: fx.Node, handed_out: set[int]) -> bool:
-    """Returns True if what a cast gives may be the weight itself, or a view of it."""
+def _can_remove(cast: fx.Node, returned: set[int]) -> bool:
+    """Returns True if the weight itself, or a view of it, can replace a cast."""
     value, source = value_of(cast), value_of(cast.all_input_nodes[0])
-    if version_of(value) != VERSION.get(cast) or storage_id(value) in handed_out:
+    if version_of(value) != VERSION.get(cast) or storage_id(value) in returned:
         return False
     return bool(value.stride() == source.stride())
 
 
 def _store(gm: fx.GraphModule, weight: fx.Node, dtype: torch.dtype) -> int:
-    """Makes a placeholder low; returns how many casts went."""
+    """Changes the dtype of a placeholder; returns the number of casts that were removed."""
     casts = [cast for cast, _ in readers(gm, weight)]
     views = _views_of(weight)
     with analysis(detect_fake_mode(gm.graph), is_grad_enabled=SITE.of(weight).is_grad_enabled):
@@ -113,7 +113,7 @@ def _store(gm: fx.GraphModule, weight: fx.Node, dtype: torch.dtype) -> int:
     num_removed = 0
     for cast in casts:
         source = cast.all_input_nodes[0]
-        if value_of(source).dtype == dtype:  # else the program widened it by hand
+        if value_of(source).dtype == dtype:  # otherwise the program itself widens the weight
             cast.replace_all_uses_with(source)
             gm.graph.erase_node(cast)
             num_removed += 1
@@ -122,6 +122,6 @@ def _store(gm: fx.GraphModule, weight: fx.Node, dtype: torch.dtype) -> int:
 
 
 def _views_of(node: fx.Node) -> list[fx.Node]:
-    """All views of a tensor, each behind what it is a view of."""
-    found = [user for user in node.users if is_view(user, node)]
-    return [view for user in found for view in (user, *_views_of(user))]
+    """Returns all views of a tensor in topological order."""
+    views = [user for user in node.users if is_view(user, node)]
+    return [nested for view in views for nested in (view, *_views_of(view))]

@@ -1,16 +1,14 @@
 """Computes ops in float32 and rounds the result if a runtime rejects low-precision inputs.
 
-Before (ONNX gives the inputs of a norm one type; PyTorch's kernels take a mixture):
+Before (PyTorch's kernels accept inputs of mixed dtypes; ONNX requires one type):
     %y         = aten.layer_norm(%x, [64], %weight, %bias)          # bfloat16, float32, float32
 After:
     %x_float32 = aten._to_copy(%x, dtype=torch.float32)
     %wide      = aten.layer_norm(%x_float32, [64], %weight, %bias)
     %y         = aten._to_copy(%wide, dtype=torch.bfloat16)
 
-What is stored stays as it is, and so does the dtype of every result. PyTorch's kernels sum up in
-float32 as well, so that only the order of sums can differ. Only for functional graphs: a cast is no
-alias of what it casts. Left alone on purpose: ops whose result is as wide as their widest input,
-which exporters know how to cast; casts; symbolic sizes.
+Left unchanged: stored tensors and the dtypes of results; ops whose result is as wide as their
+widest input, which exporters can cast; casts; symbolic sizes.
 """
 
 from __future__ import annotations
@@ -29,12 +27,10 @@ from amp_fx.graphs.bodies import bodies_of, has_plain_bodies
 from amp_fx.graphs.casts import add_cast, is_cast_call
 from amp_fx.graphs.metadata import provenance
 from amp_fx.graphs.values import (
-    analysis,
     detect_fake_mode,
-    evaluate,
     remember_captured,
-    set_value,
     tensors_in,
+    update_value,
     value_of,
 )
 from amp_fx.passes.base import PassResult
@@ -48,18 +44,20 @@ REASON = "computed in float32"
 
 @dataclasses.dataclass(frozen=True)
 class WidenOps:
-    """Puts casts around ops.
+    """Inserts casts around ops of functional graphs (a cast does not alias its input).
+
+    PyTorch's kernels accumulate in float32 as well, so that only the order of additions can differ.
 
     Attributes:
-        dtypes: Low dtypes for which the runtime has no kernels: all ops on them are widened. Of
-            other dtypes, only ops that mix them with float32 and give a low result.
+        dtypes: Low dtypes for which the runtime has no kernels: all ops on them are widened. Ops on
+            other low dtypes are widened if they mix them with float32 and return a low result.
     """
 
     name: ClassVar[str] = "widen_ops"
     dtypes: tuple[torch.dtype, ...] = ()
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        """Counts ``ops_widened``, those in bodies of ``cond`` included."""
+        """Counts ``ops_widened``, also in bodies of ``cond``."""
         remember_captured(gm.graph)
         counts: Counter[str] = Counter()
         fake_mode = detect_fake_mode(gm.graph)
@@ -67,12 +65,12 @@ class WidenOps:
             if has_plain_bodies(node):
                 for body in bodies_of(gm, node):
                     counts.update(self.call(body).counts)
-            elif self._is_refused(node):
+            elif self._is_rejected(node):
                 _widen(node, fake_mode)
                 counts["ops_widened"] += 1
         return PassResult(counts)
 
-    def _is_refused(self, node: fx.Node) -> bool:
+    def _is_rejected(self, node: fx.Node) -> bool:
         if not isinstance(node.target, OpOverload) or is_cast_call(node):
             return False
         inputs = {t.dtype for source in node.all_input_nodes for t in _floating(source)}
@@ -86,7 +84,7 @@ def _floating(node: fx.Node) -> list[torch.Tensor]:
 
 
 def _narrows(node: fx.Node, inputs: set[torch.dtype]) -> bool:
-    """Returns True if a mixture of dtypes gives a result that is lower than one of them."""
+    """Returns True if inputs of mixed dtypes give a result that is narrower than the widest."""
     results = {tensor.dtype for tensor in _floating(node)}
     return torch.float32 in inputs and any(map(is_low, results))
 
@@ -104,7 +102,7 @@ def _widen(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
 
 
 def _items(node: fx.Node) -> list[fx.Node]:
-    """Returns the nodes that take the tensors out of a node's tuple."""
+    """Returns the ``getitem`` nodes that read tensors from a node's tuple."""
     items = [user for user in node.users if user.target is operator.getitem]
     return [item for item in items if isinstance(value_of(item), torch.Tensor)]
 
@@ -138,5 +136,4 @@ def _round(node: fx.Node, dtype: torch.dtype, fake_mode: FakeTensorMode | None) 
 
 
 def _evaluate(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
-    with analysis(fake_mode, is_grad_enabled=False):
-        set_value(node, evaluate(node))
+    update_value(node, fake_mode, is_grad_enabled=False)

@@ -1,13 +1,9 @@
-"""Computes low products in float32 where a CPU has no units for the dtype.
+"""Computes low-precision products in float32 on CPUs without instructions for the dtype.
 
-oneDNN's reference kernels take six times as long for bfloat16 as for float32 on AVX2, and four to
-sixty times for float16 almost everywhere. A wide product takes the same rounded inputs, is summed
-in float32, as the low kernels do too, and its result is rounded once: the rounding points are
-autocast's. ``amp_fx.devices.wide_products`` says which products are wide.
-
-The graphs are AOTAutograd's, forward and backward, of core ops. Inductor takes what was rounded in
-a kernel for what it was before, where that kernel reads it again in float32; what a low product
-reads from memory or writes there is rounded. ``rounded`` is a rounding that nothing takes back.
+oneDNN's reference kernels are six times slower for bfloat16 than for float32 on AVX2, and four to
+sixty times slower for float16 on almost all CPUs. A widened product reads the same rounded inputs
+and rounds its result once. The low-precision kernels accumulate in float32 as well, so the results
+are rounded at the same points. ``amp_fx.devices.wide_products`` selects the products.
 """
 
 from __future__ import annotations
@@ -46,33 +42,38 @@ KINDS: Mapping[Any, str] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: ATTENTION,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: ATTENTION_BACKWARD,
 }
-"""The ops that are widened, by the kind of kernel that they take."""
+"""The ops that are widened, with the kind of their kernel."""
 
 _USUAL_SIZE = 64
-"""What is taken for a size that nobody knows."""
+"""Assumed value of a symbolic size without a hint."""
 
 
 def widen_products(graph: fx.Graph) -> int:
-    """Rewrites a graph in place.
+    """Widens products of a graph in place.
+
+    If a generated kernel rounds a value and reads it again in float32, inductor skips the rounding,
+    whereas a low-precision product reads rounded values from memory. ``amp_fx::rounded`` is a
+    rounding that inductor does not remove.
 
     Args:
-        graph: Of AOTAutograd; its nodes have their values in ``meta["val"]``.
+        graph: A forward or backward graph of AOTAutograd with core ops, whose nodes have their
+            values in ``meta["val"]``.
 
     Returns:
-        How many were widened.
+        The number of products that were widened.
     """
-    found = [node for node in graph.nodes if _is_widened(node)]
+    products = [node for node in graph.nodes if _is_widened(node)]
     wide: dict[fx.Node, fx.Node] = {}
-    for node in found:
+    for node in products:
         for source in node.all_input_nodes:
             if _is_low_value(source.meta["val"]):
                 _widen(source, wide)
         node.args = torch.fx.node.map_arg(node.args, lambda n: wide.get(n, n))
         node.kwargs = torch.fx.node.map_arg(node.kwargs, lambda n: wide.get(n, n))
         _round_results(node, wide)
-    if found:
+    if products:
         graph.lint()
-    return len(found)
+    return len(products)
 
 
 def _is_widened(node: fx.Node) -> bool:
@@ -82,14 +83,15 @@ def _is_widened(node: fx.Node) -> bool:
     values = [arg.meta.get("val") for arg in node.args if isinstance(arg, torch.fx.Node)]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     low = {value.dtype for value in tensors if is_low(value.dtype)}
-    is_here = all(value.device.type == "cpu" for value in tensors)
-    return is_here and len(low) == 1 and is_wide(kind, low.pop(), least_size(kind, tensors))
+    is_on_cpu = all(value.device.type == "cpu" for value in tensors)
+    return is_on_cpu and len(low) == 1 and is_wide(kind, low.pop(), least_size(kind, tensors))
 
 
 def least_size(kind: str, tensors: list[torch.Tensor]) -> int:
-    """The least of the sizes that a kernel's speed goes by; what is not known is guessed.
+    """Returns the smallest size that determines a kernel's speed.
 
-    Of a product the rows, columns and terms; of attention the queries and keys.
+    These are the numbers of rows, columns and terms of a product, and of queries and keys of an
+    attention. For other kinds, returns a typical size.
     """
     if kind in (PRODUCT, BATCHED):
         left, right = tensors[-2:]
@@ -111,10 +113,10 @@ def _is_low_value(value: Any) -> bool:
 
 
 def _widen(source: fx.Node, wide: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Finds, or makes, the float32 node that has a low node's numbers.
+    """Returns a float32 node with the values of a low node.
 
-    Of a view it is the same view of what it is taken of, so that views of one value share its
-    float32 form.
+    The float32 form of a view is the same view of its base's float32 form, so that all views of a
+    value share one conversion.
     """
     if source not in wide:
         if is_whole_view(source):
@@ -133,7 +135,7 @@ def _same_view(view: fx.Node, base: fx.Node) -> fx.Node:
 
 
 def _converted(source: fx.Node) -> fx.Node:
-    """A low value in float32, rounded; behind all inputs if it is one."""
+    """Converts a low node to float32; conversions of placeholders follow the last placeholder."""
     graph, last = source.graph, source
     while source.op == "placeholder" and last.next.op == "placeholder":
         last = last.next
@@ -141,7 +143,7 @@ def _converted(source: fx.Node) -> fx.Node:
     with graph.inserting_after(last):
         cast = graph.call_function(CONVERT, (source, torch.float32))
     cast.meta = {"val": value.float()}
-    if source.op != "call_function":  # it comes from memory: no kernel takes its rounding back
+    if source.op != "call_function":  # an input is in memory and was rounded already
         return cast
     with graph.inserting_after(cast):
         exact = graph.call_function(torch.ops.amp_fx.rounded.default, (cast, value.dtype))
@@ -150,7 +152,7 @@ def _converted(source: fx.Node) -> fx.Node:
 
 
 def _round_results(node: fx.Node, wide: dict[fx.Node, fx.Node]) -> None:
-    """Rounds what a node gives, now in float32, where it gave low tensors."""
+    """Rounds the float32 results of a widened node that were low."""
     value = node.meta["val"]
     if isinstance(value, torch.Tensor):
         _round(node, wide)

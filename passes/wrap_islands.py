@@ -1,4 +1,4 @@
-"""Runs opaque regions under native autocast, as the uncompiled program would.
+"""Runs opaque regions under native autocast, as in the uncompiled program.
 
 Before:
     %y = higher_order.flex_attention(%q, %k, %v, ...)        # island, site: cpu bfloat16
@@ -7,8 +7,8 @@ After:
     %y     = higher_order.flex_attention(%q, %k, %v, ...)
     %exit  = _exit_autocast(%enter)
 
-Neighbouring islands of one region share a pair of markers. Left alone on purpose: islands
-that take no tensor, and islands where no device autocasts.
+Adjacent islands of one region share a pair of markers. Left unchanged: islands without tensor
+inputs, and islands in which autocast is off for all devices.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class WrapIslands:
-    """Puts autocast markers around opaque regions."""
+    """Inserts autocast markers around opaque regions."""
 
     name: ClassVar[str] = "wrap_islands"
     requires: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
@@ -41,7 +41,7 @@ class WrapIslands:
     is_needed: ClassVar[bool] = True
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        """Counts opaque regions as ``islands``; wraps bodies of higher-order ops too."""
+        """Counts ``islands``, also in bodies of higher-order ops."""
         counts: Counter[str] = Counter()
         for run in _island_runs(gm.graph):
             if not IS_WRAPPED.is_on(run[0]):
@@ -69,7 +69,7 @@ def _island_runs(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def needs_autocast(node: fx.Node) -> bool:
-    """Returns True if native autocast may change what an opaque region returns."""
+    """Returns True if native autocast may change the results of an opaque region."""
     if not ISLAND.is_on(node) or not SITE.of(node).state.enabled:
         return False
     return ISLAND.of(node) == TRANSFORM or bool(tensors_in(*argument_values(node)))
@@ -86,5 +86,5 @@ def _wrap(gm: fx.GraphModule, run: list[fx.Node]) -> None:
     for node in run:
         IS_WRAPPED.put(node, True)
         for body in argument_graphs(gm, node) if site.state.policy is not None else ():
-            surround(body.graph, (), site.state.policy)  # a backward runs outside of the markers
+            surround(body.graph, (), site.state.policy)  # its backward runs outside the markers
             body.recompile()

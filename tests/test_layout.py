@@ -1,8 +1,9 @@
-"""The layout: no folder imports one above it, at run time, lazily or for types."""
+"""The layout: imports between folders, private names of torch, docstrings and class names."""
 
 from __future__ import annotations
 
 import ast
+import collections
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -157,3 +158,14 @@ def test_docstrings_open_with_what_a_thing_does_or_is(path: Path) -> None:
     nodes = [n for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, kinds)]
     found = [text.split("\n")[0] for n in nodes if (text := ast.get_docstring(n))]
     assert [line for line in found if line.split()[0].strip(",") in FIRST_WORDS] == []
+
+
+def test_class_names_are_unique() -> None:
+    defined = [
+        (node.name, str(path.relative_to(ROOT)))
+        for path in modules()
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ClassDef)
+    ]
+    counts = collections.Counter(name for name, _ in defined)
+    assert [place for place in sorted(defined) if counts[place[0]] > 1] == []

@@ -17,7 +17,7 @@ from amp_fx.backend.inductor_repair import repaired
 from amp_fx.backend.isolated_rows import composites_isolated, isolating
 from amp_fx.backend.numerics import is_strict, numerics_config
 from amp_fx.graphs.policy_mode import markers_left_on_error
-from amp_fx.passes.keep_eager_kernels import keeping_whole
+from amp_fx.passes.keep_eager_kernels import exact_decompositions
 from amp_fx.policies.float8 import float8_product
 from amp_fx.policies.rounding import lower_rounded
 from amp_fx.progress import working
@@ -154,7 +154,7 @@ def _whole_ops(options: Options) -> dict[Any, Any] | None:
     if not options.has_eager_kernels:
         return None
     with config.patch(fallback_random=True):  # which decides whether dropout is among them
-        return keeping_whole(select_decomp_table())
+        return exact_decompositions(select_decomp_table())
 
 
 def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""Timings beside ``torch.compile`` under ``torch.autocast``: ``python -m amp_fx.bench``.
+"""Compares amp_fx with ``torch.compile`` under ``torch.autocast``: ``python -m amp_fx.bench``.
 
-In the order in which a run passes them: ``settings`` (what was asked for), ``cases`` (which
-models), ``contenders`` (who runs them), ``compare`` (one workload, all contenders; memory),
-``timing`` (what is measured), ``report`` (table, JSON, bars).
+In the order of a run: ``settings`` (the options), ``cases`` (the models), ``contenders`` (ways to
+run a model), ``compare`` (all contenders on one workload), ``timing`` (samples), ``report`` (table,
+JSON and plot).
 """

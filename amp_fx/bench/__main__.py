@@ -1,4 +1,4 @@
-"""``python -m amp_fx.bench [CASE ...]``: times amp_fx beside what users have today."""
+"""``python -m amp_fx.bench [CASE ...]``: compares amp_fx with other ways to run a model."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark.
 
     Returns:
-        The exit code: 0; 1 if something has no figures because it failed; 2 for an
-        argument that is not usable.
+        The exit code: 0 for success, 1 if a case or a contender failed, 2 for an invalid argument.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     parsed = _parser().parse_args(arguments)
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"amp_fx.bench: {error}\n")
         return 2
     command = shlex.join(["python", "-m", "amp_fx.bench", *arguments])
-    report = reports.Report(settings, command, machine(settings.device), versions())
+    report = reports.BenchReport(settings, command, machine(settings.device), versions())
     run(cases, report, reports.make_console(), parsed.json)
     try:
         if parsed.plot:
@@ -59,9 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(
-    cases: Sequence[str], report: reports.Report, console: Console, json_path: Path | None = None
+    cases: Sequence[str],
+    report: reports.BenchReport,
+    console: Console,
+    json_path: Path | None = None,
 ) -> None:
-    """Runs cases, prints what comes out as it comes, and keeps it in the report."""
+    """Runs cases; prints each result when it is known and adds it to the report."""
     reports.print_header(console, report)
     with reports.progress(console) as watch:
         for case in cases:
@@ -82,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     contenders = "\n".join(f"  {c.name:<16} {c.about}" for c in CONTENDERS)
     parser = argparse.ArgumentParser(
         prog="python -m amp_fx.bench",
-        description="Times amp_fx beside what users have today, in turns in one process.",
+        description="Compares amp_fx with other ways to run a model, in turns in one process.",
         epilog=f"cases:\n{cases}\n\ncontenders:\n{contenders}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -95,11 +97,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--repeats", default=str(default.repeats), help="rounds; default: %(default)s"
     )
-    parser.add_argument("--steps", help="calls in a timed block; default: as many as fill 50 ms")
-    parser.add_argument("--layers", help="layers of the Transformers")
-    parser.add_argument("--tiny", action="store_true", help="tiny models: a trial, no figures")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw bars there (matplotlib)")
+    parser.add_argument("--steps", help="calls in a timed block; default: as many as take 50 ms")
+    parser.add_argument("--layers", help="number of layers of the Transformers")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to try the command")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all samples to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot to FILE (matplotlib)")
     return parser
 
 
@@ -112,7 +114,10 @@ def _parse_settings(parsed: argparse.Namespace) -> Settings:
         choose("--contenders", name, NAMES)
     compiler = choose("--compiler", parsed.compiler, COMPILERS)
     if compiler == "inductor" and device.type == "cpu" and not has_cpp_compiler():
-        raise OptionError("inductor finds no C++ compiler, which it needs on a CPU")
+        raise OptionError(
+            "inductor requires a C++ compiler for CPU kernels, and found none: install one, or use "
+            "--compiler aot_eager"
+        )
     return Settings(
         device,
         dtype,
@@ -127,14 +132,14 @@ def _parse_settings(parsed: argparse.Namespace) -> Settings:
 
 def _parse_count(option: str, text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise OptionError(f"{option} {text}: give a number from 1 up")
+        raise OptionError(f"{option} {text}: expected a positive integer")
     return int(text)
 
 
 def _check_folder(option: str, path: Path) -> None:
-    """Raises before a long run, not after it, if its result cannot be written."""
+    """Raises an error if a result cannot be written, before a long run."""
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise OptionError(f"{option} {path}: not a file in a folder that exists")
+        raise OptionError(f"{option} {path}: expected a file in an existing folder")
 
 
 if __name__ == "__main__":

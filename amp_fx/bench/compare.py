@@ -1,11 +1,4 @@
-"""One workload, all contenders: what each took, and whether the comparison was fair.
-
-Peak memory is what a contender keeps, and what a call needs on top.
-On an accelerator its allocator counts both. On a CPU resident memory says little, because
-freed pages stay: there, what is kept is the sum over the storages of all tensors that came to
-be with the contender, and what a call needs is the peak of what torch's CPU allocator gave out
-during one call, as the profiler records it. Scratch space of libraries is in neither.
-"""
+"""Compares all contenders on one workload: time, peak memory and errors."""
 
 from __future__ import annotations
 
@@ -53,7 +46,7 @@ if TYPE_CHECKING:
     from amp_fx.bench.settings import Settings
 
     Watch = Callable[[str, int, int], None]
-    "Told of progress: what is being done, how much of it is done, how much there is."
+    "Called with progress: a description, the number of finished steps, and that of all steps."
 
 log = logging.getLogger(__name__)
 
@@ -62,18 +55,25 @@ ON_ACCELERATOR = "the allocator's peak in one call, less what was allocated befo
 
 
 class MemoryMeter:
-    """Measures one contender; make it before the contender is built."""
+    """Measures the peak memory of a contender, which must be built after the meter.
+
+    The peak is the memory that the contender holds between calls, plus that of one call. On an
+    accelerator, the allocator counts both. Resident memory of a CPU is no measure, because freed
+    pages stay resident. There, the first part is the sum of the storages of all tensors that were
+    created since, and the second the peak of torch's CPU allocator during one call, from the
+    profiler. Scratch memory of libraries is not counted.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        """Takes what is allocated now for other people's."""
+        """Records the memory that is allocated before the contender is built."""
         self.device = device
-        self._before = _kept_bytes(device)
+        self._before = _allocated_bytes(device)
 
     def peak(self, run: Run) -> int:
-        """Bytes of a contender that was called before, at the peak of one more call."""
+        """Returns the peak memory in bytes of a contender that was called before."""
         if self.device.type == "cpu":
-            kept = _kept_bytes(self.device) - self._before
-            return kept + _cpu_peak(run)
+            held = _allocated_bytes(self.device) - self._before
+            return held + _cpu_peak(run)
         gc.collect()
         torch.accelerator.reset_peak_memory_stats(self.device)
         run()
@@ -82,27 +82,27 @@ class MemoryMeter:
 
 
 def how_measured(device: torch.device) -> str:
-    """Describes how figures are measured on a device."""
+    """Returns a description of how memory is measured on a device."""
     return ON_CPU if device.type == "cpu" else ON_ACCELERATOR
 
 
-def _kept_bytes(device: torch.device) -> int:
+def _allocated_bytes(device: torch.device) -> int:
     gc.collect()
     if device.type != "cpu":
         return torch.accelerator.memory_allocated(device)
     alive = (obj for obj in gc.get_objects() if type(obj) in (torch.Tensor, torch.nn.Parameter))
     sizes: dict[int, int] = {}
     for tensor in (tensor for tensor in alive if tensor.device.type == "cpu"):
-        if tensor.layout is torch.strided:  # views share a storage, and so do aliases
+        if tensor.layout is torch.strided:  # views and aliases share a storage
             sizes[data_address(tensor)] = tensor.untyped_storage().nbytes()
-        else:  # packed for oneDNN, say: without padding
+        else:  # for example packed for oneDNN; padding is not counted
             sizes[id(tensor)] = tensor.numel() * tensor.itemsize
     return sum(sizes.values())
 
 
 def _cpu_peak(run: Run) -> int:
     activities = [torch.profiler.ProfilerActivity.CPU]
-    # Without acc_events torch 2.11 warns of cycles, of which this has one.
+    # Without acc_events, torch 2.11 warns about cycles.
     profile = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
     with _no_standard_error(), profile:
         run()
@@ -117,22 +117,22 @@ def _cpu_peak(run: Run) -> int:
 
 @contextlib.contextmanager
 def _no_standard_error() -> Iterator[None]:
-    """Drops the two lines that the profiler's library writes past Python for each use."""
+    """Discards the two lines that the profiler's library writes to stderr in each use."""
     sys.stderr.flush()
-    kept = os.dup(2)
+    original = os.dup(2)
     with open(os.devnull, "wb") as nowhere:  # noqa: PTH123
         os.dup2(nowhere.fileno(), 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(original, 2)
+        os.close(original)
 
 
 CASTS, ROOF = "casts", "roof"
 
 OUTSIDE = 0.05
-"""How often a figure's interval may miss."""
+"""The probability that an interval does not contain the true value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,14 +140,14 @@ class Measured:
     """The samples of one contender.
 
     Attributes:
-        name: The contender.
+        name: The name of the contender.
         timing: Seconds per call or per update of the weights.
-        peak_bytes: Its memory, see ``amp_fx.bench.compare``; None if not measured.
-        first_call: Seconds of the first call, which compiles; a later contender may find
-            kernels of an earlier one. None if not measured.
-        num_graphs: Graphs that were compiled for it; None if not counted.
-        error: Norm of the difference from eager float32's result, by that result's norm; None for
-            training.
+        peak_bytes: Peak memory (``MemoryMeter``); None if not measured.
+        first_call: Seconds of the first call, which compiles. Kernels that an earlier contender
+            compiled may be reused. None if not measured.
+        num_graphs: Number of compiled graphs; None if not counted.
+        error: Norm of the difference from the result of eager float32, divided by the norm of that
+            result; None for training.
     """
 
     name: str
@@ -163,10 +163,10 @@ class Comparison:
     """The samples of all contenders for one workload.
 
     Attributes:
-        workload: Its name.
-        measured: One for each contender.
-        failures: Why others have no figures, by contender.
-        num_recompiled: Graphs that were compiled while timing: more than none spoils it.
+        workload: The name of the workload.
+        measured: The samples of each contender.
+        failures: Errors of contenders that failed, by name.
+        num_recompiled: Number of graphs that were compiled during timing, which should be 0.
     """
 
     workload: str
@@ -175,26 +175,26 @@ class Comparison:
     num_recompiled: int = 0
 
     def ratio(self, name: str, reference: str) -> float | None:
-        """Time of one contender by that of another; None if one of them is missing."""
+        """Returns the ratio of two contenders' median times, or None if one is missing."""
         medians = {measured.name: measured.timing.median for measured in self.measured}
         if name not in medians or reference not in medians:
             return None
         return medians[name] / medians[reference]
 
     def paired_ratio(self, name: str, reference: str) -> float | None:
-        """The median over rounds of one contender's time by that of another in that round.
+        """Returns the median over rounds of the ratio of two contenders' times.
 
-        Unlike `ratio` it does not see a machine that becomes slower or faster from round to
-        round. None if one of them is missing.
+        Unlike ``ratio``, it does not depend on changes of the machine's speed between rounds.
+        Returns None if one contender is missing.
         """
         ratios = self._ratios(name, reference)
         return statistics.median(ratios) if ratios else None
 
     def paired_interval(self, name: str, reference: str) -> tuple[float, float] | None:
-        """Between which ratios the median of endless rounds lies, with 95 % confidence.
+        """Returns the 95 % confidence interval of ``paired_ratio``, or None for under six rounds.
 
-        Those of the rounds that stand so far from either end (the sign test's interval; nothing
-        is assumed of how times are spread). None with fewer than six rounds.
+        The ends are order statistics of the ratios (the interval of the sign test), which assumes
+        nothing about the distribution of times.
         """
         ratios = sorted(self._ratios(name, reference))
         skipped = _skipped_at_either_end(len(ratios))
@@ -204,7 +204,7 @@ class Comparison:
         return [a / b for a, b in self.rounds(name, reference)]
 
     def rounds(self, name: str, other: str) -> list[tuple[float, float]]:
-        """The samples of two contenders, round by round; none if one of them is missing."""
+        """Returns pairs of samples of two contenders in the same round; empty if one is missing."""
         samples = {measured.name: measured.timing.times for measured in self.measured}
         if name not in samples or other not in samples:
             return []
@@ -212,7 +212,7 @@ class Comparison:
 
 
 def _skipped_at_either_end(num_rounds: int) -> int | None:
-    """Counts the sorted samples that the interval of their median leaves out on each side."""
+    """Returns the number of sorted samples outside the median's interval, on each side."""
     beyond, skipped = 0.0, -1
     while (beyond := beyond + math.comb(num_rounds, skipped + 1) / 2**num_rounds) <= OUTSIDE / 2:
         skipped += 1
@@ -221,7 +221,7 @@ def _skipped_at_either_end(num_rounds: int) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """One number that is no contender's time."""
+    """A single number in the results, other than the time of a contender."""
 
     name: str
     value: float
@@ -235,20 +235,20 @@ def compare(
     watch: Watch,
     contenders: Sequence[Contender] | None = None,
 ) -> tuple[Comparison, list[Figure]]:
-    """Builds, warms up and times all contenders of a workload, or those that are given.
+    """Builds, warms up and times the contenders of a workload, by default all of them.
 
-    One that fails is left out and named, so that it costs the others nothing.
+    Contenders that fail are excluded and listed in ``Comparison.failures``.
     """
     contenders = contenders_of(workload, settings) if contenders is None else contenders
     total = len(contenders) + settings.repeats
     runs: dict[str, Run] = {}
-    known: dict[str, dict[str, Any]] = {}
+    facts: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
     expected = None if workload.micro_batches else _exact(workload, settings)
     for number, contender in enumerate(contenders):
         watch(f"{workload.name}: building {contender.name}", number, total)
         try:
-            run, known[contender.name] = _build(contender, workload, settings, expected)
+            run, facts[contender.name] = _build(contender, workload, settings, expected)
         except Exception as error:
             log.debug("%s failed", contender.name, exc_info=True)
             first_line = str(error).strip().partition("\n")[0]
@@ -268,7 +268,7 @@ def compare(
     )
     num_recompiled = _num_graphs() - num_graphs
     casts, roof = timings.pop(CASTS, None), timings.pop(ROOF, None)
-    measured = tuple(Measured(name, timing, **known[name]) for name, timing in timings.items())
+    measured = tuple(Measured(name, timing, **facts[name]) for name, timing in timings.items())
     comparison = Comparison(workload.name, measured, failures, num_recompiled)
     pairs = (paired_figure(comparison, *pair) for pair in _PAIRS)
     figures = [figure for figure in pairs if figure is not None]
@@ -299,7 +299,7 @@ def _error(result: object, expected: torch.Tensor) -> float:
 def _build(
     contender: Contender, workload: Workload, settings: Settings, expected: torch.Tensor | None
 ) -> tuple[Run, dict[str, Any]]:
-    """A contender that is ready to be timed, and what is known of it before (``Measured``)."""
+    """Builds and warms up a contender; returns its run, and the fields of ``Measured`` so far."""
     if contender.package is not None:
         other = OtherProcess(contender, workload, settings)
         return other, {"error": None if expected is None else _error(other(), expected)}
@@ -330,7 +330,7 @@ def _num_graphs() -> int:
 
 
 def _after_write(workload: Workload, run: Run, settings: Settings) -> Figure:
-    """Times the call after a write of all weights: invalidating their values is as good."""
+    """Times the call after a write of all weights, emulated by invalidating cached values."""
     timings = time_in_turns(
         {AMP_FX: run}, repeats=settings.repeats, steps=1, before={AMP_FX: weight_cache.invalidate}
     )
@@ -339,7 +339,7 @@ def _after_write(workload: Workload, run: Run, settings: Settings) -> Figure:
 
 
 def _casting(workload: Workload, settings: Settings) -> Run:
-    """Casts every weight of a model once, as a step under autocast has to."""
+    """Returns a run that casts every weight of a model once, like a step under autocast."""
     with settings.device:
         weights = list(workload.build().parameters())
 
@@ -352,7 +352,7 @@ def _casting(workload: Workload, settings: Settings) -> Run:
 
 
 def reading(num_bytes: int) -> Run:
-    """Returns a run that reads so many bytes from memory, in huge pages where Linux has them."""
+    """Returns a run that reads bytes from memory, in huge pages if Linux supports them."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -360,11 +360,14 @@ def reading(num_bytes: int) -> Run:
 
 
 AS_EXACT = 1.5
-"""Contenders whose errors are at most so many times amp_fx's are as exact."""
+"""A contender is as exact as amp_fx if its error is at most this multiple of amp_fx's error."""
 
 
 def _fastest_as_exact(comparison: Comparison) -> str | None:
-    """Returns the fastest of the other contenders of float32 models that is as exact as amp_fx."""
+    """Returns the fastest contender that is as exact as amp_fx, without variants of amp_fx.
+
+    Contenders with weights stored in the low dtype (``limit``) are excluded.
+    """
     errors = {m.name: m.error for m in comparison.measured if m.error is not None}
     limit = AS_EXACT * errors.get(AMP_FX, 0.0)
     times = {
@@ -392,16 +395,16 @@ _PAIRS = (
     *((NATIVE, AMP_FX), (NATIVE, UNCACHED), (NATIVE_FROZEN, AMP_FX), (LIMIT_FROZEN, AMP_FX)),
     *((NATIVE, LEAN), (LIMIT, LEAN)),
 )
-"""The headline, and beside it what the cache and the policy do to it."""
+"""Pairs of contenders whose ratios are shown: the main result, and the effect of single options."""
 
 
 def paired_figure(comparison: Comparison, name: str, reference: str) -> Figure | None:
-    """One contender's time by that of another, round by round; None if one is missing."""
+    """Returns the paired ratio of two contenders with its interval, or None if one is missing."""
     ratio = comparison.paired_ratio(name, reference)
     if ratio is None:
         return None
-    what = f"{comparison.workload}: {name} / {reference}, round by round"
-    return Figure(what, ratio, "times", comparison.paired_interval(name, reference))
+    description = f"{comparison.workload}: {name} / {reference}, round by round"
+    return Figure(description, ratio, "times", comparison.paired_interval(name, reference))
 
 
 def _cast_figures(
@@ -414,5 +417,5 @@ def _cast_figures(
             share = 100 * casts.median / measured.timing.median
             yield Figure(f"{name}: that share of a native step", share, "%")
             if number > 1:
-                what = f"{number} times that, as it does, share of a native step"
-                yield Figure(f"{name}: {what}", number * share, "%")
+                description = f"{number} times that, as it does, share of a native step"
+                yield Figure(f"{name}: {description}", number * share, "%")

@@ -1,6 +1,6 @@
-"""Compiles one model in this process and prints how long that took, as JSON.
+"""Compiles one model in this process and prints the seconds as JSON.
 
-``python -m amp_fx.bench.compile_worker JSON`` is what the case ``compile-time`` starts.
+The case ``compile-time`` runs ``python -m amp_fx.bench.compile_worker JSON``.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ NUM_TOKENS = 256
 
 
 def main(given: dict[str, Any]) -> dict[str, float]:
-    """Compiles a GPT: forward and backward, or the forward for inference.
+    """Compiles the forward and backward of a GPT, or its forward for inference.
 
     Args:
         given: ``contender``, ``layers``, ``compiler``, ``device``, ``dtype``, ``tiny`` and
             ``is_inference``.
 
     Returns:
-        ``seconds`` to the end of the first step or call, and ``own_seconds`` inside amp_fx,
-        which are its own if ``compiler`` is ``"eager"``.
+        ``seconds`` until the end of the first step or call, and ``own_seconds`` in amp_fx's
+        backend. The latter exclude the inner compiler if ``compiler`` is ``"eager"``.
     """
     settings = Settings(
         torch.device(given["device"]),
@@ -48,11 +48,12 @@ def main(given: dict[str, Any]) -> dict[str, float]:
     with settings.device:
         model = build_training(NUM_TOKENS, size)
         tokens = torch.randint(NUM_TOKENS, (1, size.context))
-    model(tokens, tokens).backward()  # what libraries do when they are first called
+    # Do not count the initialization of libraries, the import of inductor, and the compilation of
+    # the C++ engine, which takes about 10 seconds once per machine.
+    model(tokens, tokens).backward()
     model.zero_grad()
-    # torch.compile imports inductor when called, our backend with the first graph: not counted.
     importlib.import_module("torch._inductor.compile_fx")
-    engine()  # compiled once on a machine, some 10 seconds: not counted either
+    engine()
     spent: list[float] = []
     contender, is_inference = BY_NAME[given["contender"]], given["is_inference"]
     backend = _timed(settings, spent) if contender.is_amp_fx else settings.compiler
@@ -68,7 +69,7 @@ def main(given: dict[str, Any]) -> dict[str, float]:
 
 
 def _timed(settings: Settings, spent: list[float]) -> Callable[..., Any]:
-    """The backend, which adds the seconds of each of its calls to a list."""
+    """Returns the backend, wrapped to append the seconds of each call to a list."""
 
     def backend(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         start = time.perf_counter()

@@ -1,10 +1,4 @@
-"""The contenders: ways in which a user can run a float32 model, amp_fx among them.
-
-Contenders of one workload are kept apart. Each has its own copy of the weights, because a
-kernel that reads a weight through a mutable pointer makes cached casts of it look stale; and a
-``forward`` with a code object of its own, because Dynamo keeps what it compiled by code object
-and would hand one contender what it compiled for another.
-"""
+"""The contenders of the benchmark: ways to run a float32 model, with and without amp_fx."""
 
 from __future__ import annotations
 
@@ -28,7 +22,7 @@ if TYPE_CHECKING:
     from amp_fx.bench.settings import Settings
 
     Run = Callable[[], object]
-    "Does one unit of work; a call of a model returns its result."
+    "Runs one unit of work. Inference returns the result of the model."
 
 FLOAT32 = "float32"
 NATIVE, AMP_FX, UNCACHED, LIMIT = "native", "amp_fx", "amp_fx-uncached", "limit"
@@ -39,21 +33,21 @@ LEAN, UNFROZEN, CACHED = "amp_fx-lean", "amp_fx-unfrozen", "amp_fx-cached"
 SEED = 0
 LEARNING_RATE = 1e-5
 MICRO_BATCHES = (1, 4, 16)
-"""Backward passes for each update, in cases that show what cached casts save with more of them."""
+"""Numbers of backward passes per update, in cases that measure the effect of cached casts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A model and what to do with it.
+    """A model, its inputs, and the work that is timed.
 
     Attributes:
-        name: What the table calls it.
-        build: Makes the model, in float32, on the default device.
-        inputs: Its arguments; floating-point ones are float32.
-        micro_batches: Backward passes for each update of the weights; 0 for inference.
-        has_low_inputs: Whether floating-point inputs are what an earlier low-precision call
-            left, such as a key-value cache, and so are stored low.
-        weight_bytes: Bytes of weights in a 16-bit dtype that a call has to read, if reading them is
+        name: The name in the table.
+        build: Builds the model in float32 on the default device.
+        inputs: The arguments of the model; floating-point tensors are float32.
+        micro_batches: Number of backward passes per update of the weights; 0 for inference.
+        has_low_inputs: True if floating-point inputs are results of an earlier low-precision call,
+            such as a key-value cache. They are then stored in the low dtype.
+        weight_bytes: Bytes of weights in a 16-bit dtype that a call must read, if reading them is
             most of its work; 0 otherwise.
     """
 
@@ -70,18 +64,18 @@ class Contender:
     """A way to run a model.
 
     Attributes:
-        name: What the table calls it.
-        about: What it is, in a line.
-        is_compiled: Whether it is compiled; else it is eager.
-        is_autocast: Whether it runs under ``torch.autocast``.
-        is_stored_low: Whether its weights and inputs are stored in the low dtype.
-        is_frozen: Whether inductor takes its weights for constants (inference only).
-        is_amp_fx: Whether amp_fx compiles it.
-        options: What is told to amp_fx besides; of native, to inductor.
-        is_for_inference: Whether there is no backward of it.
-        is_for_training: Whether only that is of interest.
-        package: The package that runs it, in a process of its own, because its import changes what
-            others do; None for torch and amp_fx.
+        name: The name in the table.
+        about: A description of one line.
+        is_compiled: True if it is compiled, False if it is eager.
+        is_autocast: True if it runs under ``torch.autocast``.
+        is_stored_low: True if weights and inputs are stored in the low dtype.
+        is_frozen: True if inductor treats weights as constants (inference only).
+        is_amp_fx: True if amp_fx compiles it.
+        options: Additional options of amp_fx, or of inductor for native contenders.
+        is_for_inference: True if it only takes part in inference.
+        is_for_training: True if it only takes part in training.
+        package: The package that runs it, in a separate process, because importing the package
+            affects other contenders; None for torch and amp_fx.
     """
 
     name: str
@@ -98,7 +92,7 @@ class Contender:
 
     @property
     def is_installed(self) -> bool:
-        """True if nothing is missing to run it."""
+        """Returns True if the package of the contender is installed."""
         return self.package is None or importlib.util.find_spec(self.package) is not None
 
 
@@ -158,32 +152,36 @@ BY_NAME = dict(zip(NAMES, CONTENDERS, strict=True))
 
 
 def contenders_of(workload: Workload, settings: Settings) -> list[Contender]:
-    """Returns the contenders of a run; packages that are not installed only if named."""
-    asked = [
+    """Returns the contenders of a run.
+
+    Contenders whose package is not installed take part only if they are named.
+    """
+    selected = [
         contender
         for contender in CONTENDERS
         if settings.takes_part(contender.name) and (settings.contenders or contender.is_installed)
     ]
-    return [contender for contender in asked if _is_for(contender, workload, settings)]
+    return [contender for contender in selected if _is_for(contender, workload, settings)]
 
 
 def _is_for(contender: Contender, workload: Workload, settings: Settings) -> bool:
-    """Returns True if a contender is of interest: freezing is inductor's and knows no backward."""
+    """Returns True if a contender takes part in a workload; freezing requires inductor."""
     if workload.micro_batches:
         return not contender.is_for_inference
-    is_frozen = settings.compiler == "inductor"
-    return not contender.is_for_training and (is_frozen or not contender.is_for_inference)
+    has_freezing = settings.compiler == "inductor"
+    return not contender.is_for_training and (has_freezing or not contender.is_for_inference)
 
 
 def prepare(contender: Contender, workload: Workload, settings: Settings) -> Run:
-    """A function that runs one unit of work: a call, or an update of the weights.
+    """Returns a function that runs one call, or one update of the weights. Its first call compiles.
 
-    Its first call compiles.
+    Each contender has its own copy of the weights: a kernel that reads a weight through a mutable
+    pointer makes cached casts of the weight stale.
     """
     torch.manual_seed(SEED)
     with settings.device:
         model = workload.build()
-    with_own_code(model, contender.name)
+    copy_forward(model, contender.name)
     model.train(workload.micro_batches > 0)
     if contender.is_stored_low:
         model.to(settings.dtype)
@@ -199,7 +197,7 @@ def prepare(contender: Contender, workload: Workload, settings: Settings) -> Run
 
     if workload.micro_batches == 0:
         return infer
-    # Fused for every contender: on the CPU torch chooses the slowest by itself.
+    # Fused for all contenders, because torch's default on the CPU is the slowest implementation.
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
 
     def train() -> None:
@@ -223,20 +221,23 @@ def compiling(contender: Contender) -> contextlib.AbstractContextManager[Any]:
     return patch
 
 
-def with_own_code(model: nn.Module, name: str) -> None:
-    """Gives a model a ``forward`` whose code object is shared with no other model."""
+def copy_forward(model: nn.Module, name: str) -> None:
+    """Replaces the ``forward`` of a model with a copy that has its own code object.
+
+    Dynamo caches compiled code per code object, and would run code of one contender for another.
+    """
     forward = type(model).forward
     code = forward.__code__.replace(co_name=f"forward_{name.replace('-', '_')}")
-    own = types.FunctionType(
+    copy = types.FunctionType(
         code, forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
     )
-    model.__class__ = type(type(model).__name__, (type(model),), {"forward": own})
+    model.__class__ = type(type(model).__name__, (type(model),), {"forward": copy})
 
 
 def compiled(
     contender: Contender, model: nn.Module, inputs: tuple[torch.Tensor, ...], settings: Settings
 ) -> Callable[..., Any]:
-    """A model as a contender calls it; the model itself where it is eager."""
+    """Returns the compiled model of a contender, or the model itself for an eager contender."""
     if contender.name == OPENVINO:
         return with_openvino(model, inputs, settings)
     if not contender.is_compiled:
@@ -246,8 +247,8 @@ def compiled(
         return torch.compile(model, backend=contender.package)
     if not contender.is_amp_fx:
         parsed = Options.parse(dict(contender.options))
-        given = {**numerics_config(parsed), **dict(parsed.inductor)} or None
-        return torch.compile(model, backend=settings.compiler, options=given)
+        inductor_options = {**numerics_config(parsed), **dict(parsed.inductor)} or None
+        return torch.compile(model, backend=settings.compiler, options=inductor_options)
     options = {"dtype": settings.dtype, "compiler": settings.compiler, **dict(contender.options)}
     return torch.compile(model, backend="amp_fx", options=options)
 
@@ -255,7 +256,7 @@ def compiled(
 def with_openvino(
     model: nn.Module, inputs: tuple[torch.Tensor, ...], settings: Settings
 ) -> Callable[..., torch.Tensor]:
-    """A model that OpenVINO has converted and compiled for one call at a time."""
+    """Returns a model that OpenVINO converted and compiled for latency."""
     openvino = importlib.import_module("openvino")
     with torch.no_grad():
         converted = openvino.convert_model(model, example_input=inputs)

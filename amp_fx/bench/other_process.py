@@ -1,4 +1,4 @@
-"""A contender in a process of its own, which times the blocks that it is asked for."""
+"""Runs and times a contender in a separate process."""
 
 from __future__ import annotations
 
@@ -20,41 +20,45 @@ if TYPE_CHECKING:
 
 
 class OtherProcess:
-    """A run in another process. It ends with the object.
+    """A run in another process, which exits when the object is destroyed.
 
     Args:
         contender: The contender.
-        workload: Its inputs, and the model, which must be picklable.
+        workload: The workload, which must be picklable.
         settings: The settings of the benchmark.
     """
 
     def __init__(self, contender: Contender, workload: Workload, settings: Settings) -> None:
         pickled = pickle.dumps((contender, workload, settings))
-        # A new interpreter: a fork would inherit locks and threads of torch.
+        # A fork would inherit locks and threads of torch.
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        arguments = theirs, pickled, torch.get_num_threads()
+        self._connection, other_end = context.Pipe()
+        arguments = other_end, pickled, torch.get_num_threads()
         context.Process(target=_serve, args=arguments, daemon=True).start()
-        theirs.close()  # so that their end is seen
+        other_end.close()  # so that ``recv`` raises an error if the process exits
 
     def __call__(self) -> torch.Tensor:
-        """Runs once, and returns the result of the model as float32."""
-        return torch.from_numpy(self._ask(0))
+        """Runs the model once and returns its result as float32."""
+        return torch.from_numpy(self._request(0))
 
     def timeit(self, number: int) -> float:
-        """Returns the seconds that so many runs take, after one that is not timed."""
-        return float(self._ask(number))
+        """Returns the seconds of ``number`` runs, after one run that is not timed."""
+        return float(self._request(number))
 
-    def _ask(self, number: int) -> Any:
+    def _request(self, number: int) -> Any:
         self._connection.send(number)
-        answer = self._connection.recv()
-        if isinstance(answer, str):
-            raise RuntimeError(answer)
-        return answer
+        response = self._connection.recv()
+        if isinstance(response, str):
+            raise RuntimeError(response)
+        return response
 
 
 def _serve(connection: Connection, pickled: bytes, num_threads: int) -> None:
-    """Answers numbers of runs by seconds, and 0 by a result, until the other end is closed."""
+    """Serves requests until the connection is closed.
+
+    A request is a number of runs. The response is their seconds, the result of the model for 0, or
+    the message of an error.
+    """
     torch.set_num_threads(num_threads)
     contender, workload, settings = pickle.loads(pickled)
     run: Any = None
@@ -63,14 +67,14 @@ def _serve(connection: Connection, pickled: bytes, num_threads: int) -> None:
             number = connection.recv()
         except EOFError:
             return
-        answer: Any
+        response: Any
         try:
             run = run or prepare(contender, workload, settings)
             if number:
-                answer = timeit.Timer(run, run, timer=benchmark.timer).timeit(number)
+                response = timeit.Timer(run, run, timer=benchmark.timer).timeit(number)
             else:
                 with compiling(contender):
-                    answer = run().float().numpy()
+                    response = run().float().numpy()
         except Exception as error:  # noqa: BLE001
-            answer = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        connection.send(answer)
+            response = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        connection.send(response)

@@ -1,4 +1,4 @@
-"""Shows the results of a run: tables while it goes on, a JSON file, a picture with bars."""
+"""Writes the results of a run as tables, a JSON file and a bar chart."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ PIPED_WIDTH = 100
 
 
 @dataclasses.dataclass
-class Report:
-    """Everything that a run found."""
+class BenchReport:
+    """The results of a run."""
 
     settings: Settings
     command: str
@@ -44,29 +44,29 @@ class Report:
 
     @property
     def comparisons(self) -> list[tuple[str, Comparison]]:
-        """The comparisons among the outcomes."""
+        """Returns the comparisons among the outcomes."""
         return [(case, o) for case, o in self.outcomes if isinstance(o, Comparison)]
 
     @property
     def figures(self) -> list[tuple[str, Figure]]:
-        """The single figures among the outcomes."""
+        """Returns the single figures among the outcomes."""
         return [(case, o) for case, o in self.outcomes if isinstance(o, Figure)]
 
     @property
     def has_failures(self) -> bool:
-        """True if a case or a contender has no figures, for an error."""
+        """Returns True if a case or a contender failed."""
         return bool(self.failures) or any(c.failures for _, c in self.comparisons)
 
 
 def make_console() -> Console:
-    """A console; one that no terminal reads is wide enough for every column."""
+    """Returns a console, which is wide enough for all columns if it is not a terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=PIPED_WIDTH)
 
 
 @contextlib.contextmanager
 def progress(console: Console) -> Iterator[Watch]:
-    """A progress bar on a terminal, nothing elsewhere; gives what to tell it."""
+    """Context with a progress bar on a terminal; yields the function that updates it."""
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)
 
@@ -76,26 +76,26 @@ def progress(console: Console) -> Iterator[Watch]:
         yield watch
 
 
-def print_header(console: Console, report: Report) -> None:
-    """Prints the settings of a run, and the machine."""
+def print_header(console: Console, report: BenchReport) -> None:
+    """Prints the machine, the versions and the command of a run."""
     for facts in (report.machine, report.versions):
         console.print(", ".join(f"{name} {value}" for name, value in facts.items()), markup=False)
     console.print(report.command, markup=False, soft_wrap=True)
 
 
 def print_outcome(console: Console, case: str, outcome: Comparison | Figure) -> None:
-    """One table or one line."""
+    """Prints a comparison as a table, or a figure as a line."""
     if isinstance(outcome, Figure):
         value = three_digits(outcome.value)
         line = f"{case}: {outcome.name}: {value} {outcome.unit}{_interval(outcome)}"
         console.print(line, markup=False, soft_wrap=True)
         return
     console.print(comparison_table(case, outcome))
-    for name, why in outcome.failures.items():
-        console.print(f"{name} failed: {why}", markup=False, soft_wrap=True)
+    for name, error in outcome.failures.items():
+        console.print(f"{name} failed: {error}", markup=False, soft_wrap=True)
     if outcome.num_recompiled:
         console.print(
-            f"{outcome.num_recompiled} graphs were compiled while timing: do not trust this"
+            f"{outcome.num_recompiled} graphs were compiled during timing: the times are invalid"
         )
 
 
@@ -106,23 +106,24 @@ def _interval(figure: Figure) -> str:
     return f" ({low} to {high} with 95 % confidence)"
 
 
-def print_footer(console: Console, report: Report) -> None:
-    """Prints the meaning of the columns, and what has no figures."""
+def print_footer(console: Console, report: BenchReport) -> None:
+    """Prints the meaning of the columns, and the errors of failed cases."""
     console.print(
-        "Speed-up: native's median by the contender's. To frozen, to limit: its median by that "
-        "of native-freezing, and of limit-freezing, or of limit where there is none. Error: norm "
-        "of the difference from eager float32's result, by that result's norm.",
+        "Speed-up: median of native divided by that of the contender. To frozen, to limit: median "
+        "of the contender divided by that of native-freezing, and of limit-freezing (or of limit, "
+        "if there is none). Error: norm of the difference from the result of eager float32, "
+        "divided by the norm of that result.",
         soft_wrap=True,
     )
     if any(m.peak_bytes is not None for _, c in report.comparisons for m in c.measured):
-        how = how_measured(report.settings.device)
-        console.print(f"Memory: {how}.", soft_wrap=True)
-    for case, why in report.failures.items():
-        console.print(f"{case} failed: {why}", markup=False, soft_wrap=True)
+        description = how_measured(report.settings.device)
+        console.print(f"Memory: {description}.", soft_wrap=True)
+    for case, error in report.failures.items():
+        console.print(f"{case} failed: {error}", markup=False, soft_wrap=True)
 
 
 def comparison_table(case: str, comparison: Comparison) -> Table:
-    """A row for each contender."""
+    """Returns a table with a row for each contender."""
     table = Table(title=f"{case}: {comparison.workload}", title_justify="left")
     table.add_column("contender")
     for column in ("median", "IQR", "speed-up", "to frozen", "to limit", "memory", "error"):
@@ -152,7 +153,7 @@ def _ratio(ratio: float | None) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    """Three figures and a unit."""
+    """Formats seconds with three digits and a unit."""
     unit, size = benchmark.select_unit(seconds) if seconds else ("s", 1.0)
     return f"{three_digits(seconds / size)} {unit}"
 
@@ -166,17 +167,17 @@ def _bytes(number: int | None) -> str:
 
 
 def three_digits(value: float) -> str:
-    """At least three digits, and never an exponent of ten."""
+    """Formats a number with at least three digits and without an exponent."""
     return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
 
 
-def write_json(path: Path, report: Report) -> None:
-    """Writes all samples and what the tables show; written again after each case."""
+def write_json(path: Path, report: BenchReport) -> None:
+    """Writes all samples and the contents of the tables."""
     path.write_text(json.dumps(as_json(report), indent=1) + "\n")
 
 
-def as_json(report: Report) -> dict[str, Any]:
-    """A report as JSON takes it; times in seconds, memory in bytes."""
+def as_json(report: BenchReport) -> dict[str, Any]:
+    """Converts a report to JSON-serializable values; times are in seconds, memory in bytes."""
     settings = dataclasses.asdict(report.settings)
     settings["device"] = str(report.settings.device)
     settings["dtype"] = dtype_name(report.settings.dtype)
@@ -227,17 +228,17 @@ def _quartiles(timing: Measurement) -> list[float]:
 
 
 def load_pyplot() -> Any:
-    """The plotting functions of matplotlib, drawing to files."""
+    """Returns matplotlib's ``pyplot``, set to draw to files."""
     try:
         matplotlib = importlib.import_module("matplotlib")
         matplotlib.use("agg")
         return importlib.import_module("matplotlib.pyplot")
     except ImportError:
-        raise OptionError("--plot needs matplotlib: pip install 'amp_fx[bench]'") from None
+        raise OptionError("--plot requires matplotlib: pip install 'amp_fx[bench]'") from None
 
 
-def write_plot(path: Path, report: Report) -> None:
-    """Draws a bar for each contender of each comparison, with its quartiles."""
+def write_plot(path: Path, report: BenchReport) -> None:
+    """Draws a bar for each contender of each comparison, with quartiles."""
     pyplot = load_pyplot()
     comparisons, num = report.comparisons, len(report.comparisons)
     if not comparisons:

@@ -1,4 +1,4 @@
-"""The settings of a run of the benchmark, and the machine and versions it runs on."""
+"""The settings of a run of the benchmark, and a description of the machine."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Settings:
     """The settings of a run: cases, device, dtype and repeats.
 
     Attributes:
-        device: Where models run.
+        device: The device on which models run.
         dtype: The low dtype.
-        compiler: Who builds kernels: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
-        contenders: Names of who takes part; None for all.
-        repeats: Rounds; each contender has one timed block in each of them.
-        steps: Calls in a block; None for as many as fill ``timing.BLOCK_SECONDS``.
-        layers: Layers of the Transformers; None for as many as the case says.
-        tiny: Whether models shrink to next to nothing, to try the benchmark itself.
+        compiler: The inner compiler: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
+        contenders: Names of contenders; None for all.
+        repeats: Number of rounds. Each contender runs one timed block per round.
+        steps: Number of calls in a block; None for as many as take ``timing.BLOCK_SECONDS``.
+        layers: Number of layers of the Transformers; None for the default of the case.
+        tiny: True for tiny models, to test the benchmark itself.
     """
 
     device: torch.device = dataclasses.field(default_factory=lambda: torch.device("cpu"))
@@ -43,7 +43,7 @@ class Settings:
     tiny: bool = False
 
     def pick(self, *, tiny: int, cpu: int, accelerator: int | None = None) -> int:
-        """A size for this run; accelerators get the CPU's if they have none of their own."""
+        """Returns the size for this run; ``accelerator`` defaults to ``cpu``."""
         if self.tiny:
             return tiny
         if self.device.type == "cpu" or accelerator is None:
@@ -51,40 +51,40 @@ class Settings:
         return accelerator
 
     def num_layers(self, usual: int) -> int:
-        """Returns the number of layers for a Transformer that usually has so many."""
+        """Returns the number of layers of a Transformer; ``usual`` is the default of the case."""
         return self.layers or (min(usual, 2) if self.tiny else usual)
 
     def takes_part(self, contender: str) -> bool:
-        """Returns True if a contender was asked for."""
+        """Returns True if a contender is selected."""
         return self.contenders is None or contender in self.contenders
 
 
 def choose(option: str, text: str, allowed: Sequence[str]) -> str:
-    """Checks for one of a few words."""
+    """Returns ``text`` if it is allowed, and raises an error otherwise."""
     if text not in allowed:
-        raise OptionError(f"{option} {text}: not one of {', '.join(allowed)}")
+        raise OptionError(f"{option} {text}: expected one of {', '.join(allowed)}")
     return text
 
 
 def parse_device(text: str) -> torch.device:
-    """Checks for a device that is here and that autocast knows."""
-    known = autocast_device_types()
+    """Returns a device that exists on this machine and that autocast supports."""
+    supported = autocast_device_types()
     try:
         device = torch.device(text)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError):
-        raise OptionError(f"--device {text}: this machine has no such device; try cpu") from None
-    if device.type not in known:
-        raise OptionError(f"--device {text}: autocast knows {', '.join(known)} only")
+        raise OptionError(f"--device {text}: this machine has no such device: use cpu") from None
+    if device.type not in supported:
+        raise OptionError(f"--device {text}: autocast only supports {', '.join(supported)}")
     return device
 
 
 def machine(device: torch.device) -> dict[str, str | int | float]:
-    """The device's name, cores, threads, and how busy the machine was."""
+    """Returns the names of processor and GPU, the numbers of cores and threads, and the load."""
     facts: dict[str, str | int | float] = {"processor": processor_name()}
     if device.type == "cuda":
         facts["gpu"] = torch.cuda.get_device_name(device)
-    affinity = getattr(os, "sched_getaffinity", None)  # of this process; not on every system
+    affinity = getattr(os, "sched_getaffinity", None)  # does not exist on all systems
     facts["cores"] = len(affinity(0)) if affinity else os.cpu_count() or 1
     facts["threads"] = torch.get_num_threads()
     if hasattr(os, "getloadavg"):
@@ -93,7 +93,7 @@ def machine(device: torch.device) -> dict[str, str | int | float]:
 
 
 def versions() -> dict[str, str]:
-    """The versions and settings that the figures depend on."""
+    """Returns the versions of Python, torch and amp_fx."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -1,8 +1,8 @@
-"""Times contenders in turns, so that whatever else a machine does hits all of them alike.
+"""Times contenders in turns, so that other load on the machine affects all of them alike.
 
-``torch.utils.benchmark.Timer`` calls a statement twice before each measurement, which would triple
-the time of steps that fill a block alone. So blocks are timed by ``timeit``, with torch's clock,
-which waits for the accelerator, and the samples are torch's ``Measurement``.
+Samples are torch's ``Measurement``. Blocks are timed by ``timeit`` with torch's clock, which waits
+for the accelerator. ``torch.utils.benchmark.Timer`` would call a statement twice before each
+measurement, which triples the time of blocks of one step.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from amp_fx.bench.contenders import Run
 
 BLOCK_SECONDS = 0.05
-"""How long a timed block takes at least: far above a clock's grain and a wake-up's cost."""
+"""The minimum duration of a timed block, far above the clock's resolution and wake-up times."""
 MAX_STEPS = 2000
 WARM_UP_CALLS = 3
 THREADS = (1, 2)
-"""Numbers of threads with which inference is timed."""
+"""Numbers of threads for timing inference."""
 
 
 @contextlib.contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Runs kernels on so many threads. Inductor compiles its loops for that number."""
+    """Sets the number of threads of kernels. Inductor compiles loops for this number."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -44,12 +44,12 @@ def threads(number: int) -> Iterator[None]:
 
 
 def measurement(name: str, seconds: Sequence[float], steps: int = 1) -> Measurement:
-    """Returns the samples of a contender as torch holds them.
+    """Converts samples to torch's ``Measurement``.
 
     Args:
-        name: The contender.
+        name: The name of the contender.
         seconds: Seconds of each block.
-        steps: Calls in a block.
+        steps: Number of calls in a block.
     """
     task = benchmark.TaskSpec(stmt=name, setup="")
     return benchmark.Measurement(steps, list(seconds), task)
@@ -64,15 +64,15 @@ def time_in_turns(
     before: Mapping[str, Run] | None = None,
     clock: Callable[[], float] = benchmark.timer,
 ) -> dict[str, Measurement]:
-    """Times every run, one block per round, in an order that changes from round to round.
+    """Times one block of every run per round, in a random order in each round.
 
     Args:
-        runs: What to time; each has been called before.
-        repeats: Rounds.
-        steps: Calls per block; None for as many as last ``BLOCK_SECONDS``.
-        on_round: Called with the number of the round that ended.
-        before: What runs before each block, untimed, by the name of the run.
-        clock: Gives seconds.
+        runs: The runs to time; each must have been called before.
+        repeats: Number of rounds.
+        steps: Number of calls in a block; None for as many as take ``BLOCK_SECONDS``.
+        on_round: Called with the number of each round after it.
+        before: Functions that run before each block, untimed, by the name of the run.
+        clock: Returns the time in seconds.
 
     Returns:
         The samples of each run.
@@ -84,7 +84,7 @@ def time_in_turns(
         if isinstance(run, OtherProcess):  # times itself
             blocks[name] = run
             continue
-        # What ran before has taken the processor's caches: a block of several calls begins warm.
+        # Other runs evict the processor's caches: blocks of several calls begin with a warm-up.
         warm = run if num_steps[name] > 1 else "pass"
         blocks[name] = timeit.Timer(run, before.get(name, warm), timer=clock)
     samples: dict[str, list[float]] = {name: [] for name in runs}

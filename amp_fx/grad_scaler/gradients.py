@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from amp_fx.dtypes import is_low
 from amp_fx.torch_private.kernels import foreach_mul_, foreach_norm
 from amp_fx.torch_private.optimizers import unscale_and_check_
 from amp_fx.torch_private.tensors import group_by_device_and_dtype
@@ -19,12 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _IS_SPARSE = operator.attrgetter("is_sparse")
-_LOW_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def upcast(value: Tensor) -> Tensor:
     """Returns float16 and bfloat16 values in float32, and others unchanged."""
-    return value.float() if value.dtype in _LOW_DTYPES else value
+    return value.float() if is_low(value.dtype) else value
 
 
 def moved(value: Tensor, device: torch.device) -> Tensor:

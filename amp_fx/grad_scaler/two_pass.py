@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     New = tuple[Tensor, list[Tensor]]
 
 
-class UpdateRule(NamedTuple):
+class OptimizerRule(NamedTuple):
     """Update of one weight by one kind of optimizer, as pure functions.
 
     Formulas and the order of ops match torch's loops over parameters (``_single_tensor_adam``,
@@ -63,7 +63,7 @@ class UpdateRule(NamedTuple):
     update: Callable[[Tensor, Tensor, States, Tensor, Flags], New]
 
 
-def rule_of(optimizer: Any) -> UpdateRule | None:
+def rule_of(optimizer: Any) -> OptimizerRule | None:
     """Returns the rule of an optimizer; None if it cannot be used.
 
     Returns None for other classes, for optimizers with hooks, a replaced ``step`` or
@@ -82,7 +82,7 @@ def number(group: dict[str, Any], name: str) -> Any:
     return group[name]
 
 
-def _is_plain(group: dict[str, Any], rule: UpdateRule) -> bool:
+def _is_plain(group: dict[str, Any], rule: OptimizerRule) -> bool:
     if group.get("differentiable"):
         return False
     lr = group["lr"]
@@ -138,7 +138,7 @@ def _sgd(weight: Tensor, grad: Tensor, states: States, scalars: Tensor, flags: F
     return weight + step_size * grad, [buffer]
 
 
-_ADAM = UpdateRule(
+_ADAM = OptimizerRule(
     numbers=("lr", "beta1", "beta2", "eps", "weight_decay"),
     flags=("amsgrad", "maximize", "decoupled_weight_decay", "weight_decay"),
     states={"exp_avg": "", "exp_avg_sq": "", "max_exp_avg_sq": "amsgrad"},
@@ -146,7 +146,7 @@ _ADAM = UpdateRule(
     scalars=_adam_scalars,
     update=_adam,
 )
-_SGD = UpdateRule(
+_SGD = OptimizerRule(
     numbers=("lr", "momentum", "dampening", "weight_decay"),
     flags=("maximize", "weight_decay", "momentum", "nesterov"),
     states={"momentum_buffer": "momentum"},
@@ -154,21 +154,21 @@ _SGD = UpdateRule(
     scalars=_sgd_scalars,
     update=_sgd,
 )
-_RULES: dict[type, UpdateRule] = {
+_RULES: dict[type, OptimizerRule] = {
     torch.optim.Adam: _ADAM,
     torch.optim.AdamW: _ADAM,
     torch.optim.SGD: _SGD,
 }
 
 
-_DEVICES = ("cpu", "cuda")  # other devices may lack float64, which `UpdateRule.scalars` needs
+_DEVICES = ("cpu", "cuda")  # other devices may lack float64, which `OptimizerRule.scalars` needs
 _DTYPES = (torch.float32, torch.float64)
 
 
 class Work(NamedTuple):
     """Tensors of one step; lists are in the order of the weights."""
 
-    rule: UpdateRule
+    rule: OptimizerRule
     weights: list[Tensor]  # weights with gradients
     grads: list[Tensor]
     states: list[list[Tensor]]

@@ -26,7 +26,7 @@ from amp_fx.torch_private import pytree
 from amp_fx.torch_private.autograd import saved_tensors_hooks_tracing
 from amp_fx.torch_private.fake_tensors import FakeTensor, enable_python_dispatcher
 from amp_fx.torch_private.modes import TorchDispatchMode
-from amp_fx.torch_private.ops import OpOverload, OpOverloadPacket
+from amp_fx.torch_private.ops import OpOverload, OpOverloadPacket, returns_alias
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -265,6 +265,18 @@ def is_written(placeholder: fx.Node) -> bool:
     return version is None or version != VERSION.of(placeholder)
 
 
+def update_value(
+    node: fx.Node,
+    fake_mode: FakeTensorMode | None,
+    *,
+    is_grad_enabled: bool,
+    records_writes: bool = False,
+) -> None:
+    """Computes and sets the value of a call node; the arguments are those of ``analysis``."""
+    with analysis(fake_mode, is_grad_enabled=is_grad_enabled, records_writes=records_writes):
+        set_value(node, evaluate(node))
+
+
 def evaluate(node: fx.Node) -> Any:
     """Computes the value of a call node from the values of its arguments, inside ``analysis``."""
     args, kwargs = argument_values(node)
@@ -279,7 +291,7 @@ def _is_custom_op(target: Any) -> bool:
     op = getattr(target, "default", target) if isinstance(target, OpOverloadPacket) else target
     if not isinstance(op, OpOverload) or op.namespace in ("aten", "prims", "amp_fx"):
         return False
-    return all(result.alias_info is None for result in op._schema.returns)
+    return not returns_alias(op)
 
 
 def _without_aliases_of(arguments: Sequence[torch.Tensor], value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Applies a cast policy to one call of one op, exactly as ATen's wrappers do.
+"""Applies a cast policy to one call of one op, exactly like ATen's autocast wrappers.
 
-Source: ``WrapFunction_`` and its helpers in ``ATen/autocast_mode.h``. Everything here is
-about values: no graph, no state. Tracing under these rules gives a graph with casts;
-running under them gives eager autocast with a policy of one's own.
+Source: ``WrapFunction_`` and its helpers in ``ATen/autocast_mode.h``. The functions have no state
+and know no graph: tracing calls them to insert casts into a graph, and eager code calls them to run
+under a policy.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 
 CAST = torch.ops.aten._to_copy.default
-"""The op of every cast that is put in."""
+"""The op of every inserted cast."""
 
-# fp32_append_dtype: the overload that takes the dtype (autocast_mode.h,
+# The overloads with a dtype argument that fp32_append_dtype calls (autocast_mode.h,
 # AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE).
 _WITH_DTYPE = {
     "aten::norm.Scalar": "ScalarOpt_dtype",
@@ -45,12 +45,15 @@ _BANNED_MESSAGE = (
 
 
 def qualified_name(op: OpOverload) -> str:
-    """An overload's name as the dispatcher registers it: ``aten::softmax.int``."""
+    """Returns the name of an overload in the dispatcher, such as ``aten::softmax.int``."""
     return str(op.name())  # type: ignore[no-untyped-call]
 
 
 def is_eligible(tensor: torch.Tensor, device_type: str) -> bool:
-    """Returns True if autocast may cast this tensor: on the device, floating point, not float64."""
+    """Returns True for a floating-point tensor on the device, except float64.
+
+    Autocast casts only such tensors.
+    """
     return (
         tensor.device.type == device_type
         and tensor.is_floating_point()
@@ -59,9 +62,9 @@ def is_eligible(tensor: torch.Tensor, device_type: str) -> bool:
 
 
 def reaches_autocast(args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> bool:
-    """Returns True if the dispatcher would reach the autocast kernel of a device type.
+    """Returns True if the dispatcher calls the autocast kernel of a device type.
 
-    It does if any tensor of the call, eligible or not, lives on such a device.
+    It does if any tensor of the call is on such a device, whether or not autocast may cast it.
     """
     return any(_on_device(arg, device_type) for arg in (*args, *kwargs.values()))
 
@@ -75,10 +78,10 @@ def _on_device(arg: object, device_type: str) -> bool:
 
 
 def make_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The cast that eager autocast makes.
+    """Casts a tensor like eager autocast.
 
-    ``tensor.to(dtype)`` of another dtype is ``aten::_to_copy`` to autograd; no function
-    that a node is decomposed into makes it under this name, so that it marks our own casts.
+    Calls ``aten::_to_copy``, which autograd records for ``tensor.to(dtype)``. Decompositions do not
+    call this op directly, so that it identifies inserted casts.
     """
     result: torch.Tensor = CAST(tensor, dtype=dtype)
     return result
@@ -90,15 +93,22 @@ def apply_policy(
     device_type: str,
     low_dtype: torch.dtype,
     *,
-    kept: Collection[str] = (),
+    skipped: Collection[str] = (),
 ) -> Call:
-    """One call as autocast would make it.
+    """Applies a cast policy to a call.
+
+    Args:
+        policy: The cast policy of the op.
+        call: The op and its arguments.
+        device_type: The device type of the autocast region.
+        low_dtype: The low-precision dtype of the region.
+        skipped: Names of arguments that are not cast.
 
     Returns:
-        The call to make instead; the same object if nothing changes.
+        The call with its casts, or ``call`` itself if nothing changes.
 
     Raises:
-        BannedOpError: The op is banned, with the advice that PyTorch gives.
+        BannedOpError: The policy is ``BANNED``.
     """
     if policy is CastPolicy.KEEP:
         return call
@@ -111,57 +121,59 @@ def apply_policy(
     if policy is CastPolicy.FP32_APPEND_DTYPE:
         return _append_dtype(call, device_type)
     if policy is CastPolicy.PROMOTE:
-        dtype = promoted_dtype(call, device_type, low_dtype, kept=kept)
+        dtype = promoted_dtype(call, device_type, low_dtype, skipped=skipped)
     else:
         dtype = input_dtype(policy, low_dtype)
-    names = [name for name in castable_arguments(call[0]) if name not in kept]
+    names = [name for name in castable_arguments(call[0]) if name not in skipped]
     return cast_arguments(call, dict.fromkeys(names, dtype), device_type)
 
 
 def lower_first(call: Call, device_type: str, low_dtype: torch.dtype) -> Call:
-    """The first half of ``lower_precision_io``: the first tensor input in the low dtype."""
+    """Casts the first tensor argument to the low dtype, as ``lower_precision_io`` requires."""
     first = castable_arguments(call[0])[:1]
     return cast_arguments(call, dict.fromkeys(first, low_dtype), device_type)
 
 
 def result_dtype(call: Call, device_type: str) -> torch.dtype | None:
-    """Returns the result dtype of ``same_as_input`` and ``lower_precision_io``: the first input's.
+    """Returns the dtype to which ``same_as_input`` and ``lower_precision_io`` cast results.
 
     Returns:
-        None where results stay as they are: the first input is float32, or there is none.
+        The dtype of the first eligible input, or None if results are not cast because the first
+        input is float32 or does not exist.
     """
     first = next((t for t in castable_tensors(call) if is_eligible(t, device_type)), None)
     return None if first is None or first.dtype == torch.float32 else first.dtype
 
 
 def restore_results(results: Any, dtype: torch.dtype | None) -> Any:
-    """The second half of both: float32 results in the dtype of the input."""
+    """Casts float32 results to the dtype that ``result_dtype`` returned."""
     if dtype is None:
         return results
 
     def restore(value: Any) -> Any:
-        is_raised = isinstance(value, torch.Tensor) and value.dtype == torch.float32
-        return value.to(dtype) if is_raised else value
+        is_float32 = isinstance(value, torch.Tensor) and value.dtype == torch.float32
+        return value.to(dtype) if is_float32 else value
 
     return pytree.tree_map(restore, results)
 
 
 def banned_message(op: OpOverload) -> str:
-    """Why an op is refused: PyTorch's advice for its own ban, else that the policy says so."""
+    """Returns the error message for a banned op, which is PyTorch's own if PyTorch bans it."""
     if qualified_name(op) == "aten::binary_cross_entropy":
         return _BANNED_MESSAGE
-    return f"{qualified_name(op)} is banned by the policy: call it outside of the region"
+    return f"{qualified_name(op)} is banned by the policy: call it outside the autocast region"
 
 
 def promoted_dtype(
-    call: Call, device_type: str, low_dtype: torch.dtype, *, kept: Collection[str] = ()
+    call: Call, device_type: str, low_dtype: torch.dtype, *, skipped: Collection[str] = ()
 ) -> torch.dtype:
-    """The dtype in which a ``promote`` op runs: the low dtype if all inputs have it.
+    """Returns the dtype to which a ``promote`` op casts its inputs.
 
-    ATen raises on a third reduced dtype (``at::autocast::prioritize``); float32 holds
-    every value of both, so that is what it becomes here.
+    This is the low dtype if all inputs have it, and float32 otherwise. ATen raises an error for an
+    input of the other low dtype (``at::autocast::prioritize``); here, such inputs are cast to
+    float32, which represents all their values.
     """
-    tensors = [t for t in castable_tensors(call, kept=kept) if is_eligible(t, device_type)]
+    tensors = [t for t in castable_tensors(call, skipped=skipped) if is_eligible(t, device_type)]
     return low_dtype if all(t.dtype == low_dtype for t in tensors) else torch.float32
 
 
@@ -172,12 +184,15 @@ _LOWERING = (
 
 
 def input_dtype(policy: CastPolicy, low_dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype that a policy casts inputs to, if it is the same for all of them."""
+    """Returns the dtype to which a policy casts all inputs."""
     return low_dtype if policy in _LOWERING else torch.float32
 
 
 def _is_demoted(call: Call, device_type: str, low_dtype: torch.dtype) -> bool:
-    """Returns True if ``demote`` changes the inputs of an op; all in the low dtype stay so."""
+    """Returns True if ``demote`` casts the inputs of a call.
+
+    It does if all inputs are eligible and have the same shape, and one has the low dtype.
+    """
     tensors = castable_tensors(call)
     if not tensors or not all(is_eligible(t, device_type) for t in tensors):
         return False
@@ -194,7 +209,7 @@ def _set_opt_dtype(call: Call, device_type: str) -> Call:
         return call
     if bound.get("dtype") is not None:
         return call
-    # The argument may have been given as a positional None.
+    # The caller may have passed None by position.
     return unbind(op, {**bound, "dtype": torch.float32})
 
 
@@ -207,10 +222,10 @@ def _append_dtype(call: Call, device_type: str) -> Call:
 
 
 def cast_arguments(call: Call, dtypes: Mapping[str, torch.dtype], device_type: str) -> Call:
-    """A call with its eligible tensors cast.
+    """Casts eligible tensors of a call to the dtypes given per argument.
 
     Returns:
-        The call to make instead; the same object if nothing changes.
+        The call with its casts, or ``call`` itself if nothing changes.
     """
     op, args, kwargs = call
 
@@ -221,8 +236,8 @@ def cast_arguments(call: Call, dtypes: Mapping[str, torch.dtype], device_type: s
 
     changed = False
     bound = bind(op, args, kwargs)
-    # ATen's casts are arguments of one C++ call, which GCC evaluates from right to left;
-    # where one tensor feeds two arguments, their order is that of the gradients' sum.
+    # ATen's casts are arguments of one C++ call, which GCC evaluates from right to left. If one
+    # tensor is passed twice, the order of its casts determines the order in which gradients add up.
     for name in reversed([name for name in castable_arguments(op) if name in dtypes]):
         value, dtype = bound.get(name), dtypes[name]
         if isinstance(value, (list, tuple)):
@@ -240,33 +255,34 @@ def _differs(old: Any, new: Any) -> bool:
     return old is not new
 
 
-def castable_tensors(call: Call, *, kept: Collection[str] = ()) -> list[torch.Tensor]:
-    """The tensors among the arguments of a call that autocast may cast, in order."""
+def castable_tensors(call: Call, *, skipped: Collection[str] = ()) -> list[torch.Tensor]:
+    """Returns the tensors among the castable arguments of a call, in order."""
     op, args, kwargs = call
     bound = bind(op, args, kwargs)
-    values = [bound.get(name) for name in castable_arguments(op) if name not in kept]
+    values = [bound.get(name) for name in castable_arguments(op) if name not in skipped]
     flat = [v for value in values for v in (value if isinstance(value, (list, tuple)) else [value])]
     return [v for v in flat if isinstance(v, torch.Tensor)]
 
 
 CAST_ARGUMENT_TYPES = ("Tensor", "Optional[Tensor]", "List[Tensor]")
-"""Types of the arguments that can be cast."""
+"""Schema types of arguments that autocast casts."""
 
 
 def castable_arguments(op: OpOverload) -> list[str]:
-    """Arguments that ``cached_cast`` has an overload for: Tensor, Tensor?, Tensor[].
+    """Returns the names of arguments with a type for which ATen's ``cached_cast`` has an overload.
 
-    A ``Tensor?[]`` (the indices of ``index_put``) goes through its catch-all, uncast. Of ops
-    that keep running statistics, which no table of PyTorch's lists, only the input: they write
-    to the statistics without saying so, and a cast would be written to in their place.
+    These are Tensor, Tensor? and Tensor[]. A ``Tensor?[]`` (the indices of ``index_put``) is not
+    cast. For ops with running statistics, which are in no table of PyTorch, only the input is
+    castable: the ops write to the statistics although their schema does not say so, and would write
+    to the cast instead.
     """
     arguments = op._schema.arguments
     names = [arg.name for arg in arguments if str(arg.type) in CAST_ARGUMENT_TYPES]
     return names[:1] if "running_mean" in names else names
 
 
-def takes_policy(op: str, policy: CastPolicy, *, is_listed: bool = False) -> bool:
-    """Returns True if a policy can be laid down for an op overload."""
+def supports_policy(op: str, policy: CastPolicy, *, is_listed: bool = False) -> bool:
+    """Returns True if an op overload supports a cast policy."""
     name, _, overload = op.partition(".")
     if not has_kernels(op) and not has_schema(op):
         return True
@@ -285,7 +301,7 @@ def takes_policy(op: str, policy: CastPolicy, *, is_listed: bool = False) -> boo
 
 
 def has_schema(op: str) -> bool:
-    """Returns True if an op overload is registered, by its qualified name."""
+    """Returns True if an op overload with this qualified name is registered."""
     name, _, overload = op.partition(".")
     try:
         schema_of(name, overload)
@@ -295,9 +311,9 @@ def has_schema(op: str) -> bool:
 
 
 def is_changeable(op: str) -> bool:
-    """Returns True if what holds for a module holds for an op overload, by its qualified name.
+    """Returns True if the policy of a module applies to an op overload with this qualified name.
 
-    Private ops are what public ones are made of; those that a table lists are changed too.
+    It does not apply to private ops, into which public ops decompose, unless a table lists them.
     """
     if not has_schema(op) or op.partition("::")[2].startswith("_"):
         return False
@@ -306,9 +322,9 @@ def is_changeable(op: str) -> bool:
 
 
 def computes(schema: torch.FunctionSchema) -> bool:
-    """Returns True if an op makes new tensors of tensors: no write, no view, no number.
+    """Returns True if an op computes new tensors from tensors, without views or writes.
 
-    Casting the input of a view would tear it from its base.
+    A view of a cast would no longer alias its base.
     """
     if any(arg.alias_info is not None for arg in schema.arguments):
         return False
@@ -317,13 +333,13 @@ def computes(schema: torch.FunctionSchema) -> bool:
 
 
 def bind(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that a call gives, by name."""
+    """Returns the arguments of a call by name, without defaults."""
     names = [arg.name for arg in op._schema.arguments]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def written_arguments(op: OpOverload) -> list[str]:
-    """Names of the arguments that an op writes to, as far as its schema says."""
+    """Returns the names of arguments that an op writes to according to its schema."""
     arguments = op._schema.arguments
     return [arg.name for arg in arguments if arg.alias_info is not None and arg.alias_info.is_write]
 
@@ -333,11 +349,11 @@ def _defaults(op: OpOverload) -> dict[str, Any]:
 
 
 def unbind(op: OpOverload, bound: dict[str, Any]) -> Call:
-    """Arguments by name as ``(args, kwargs)``: positional up to the first one left out."""
+    """Returns a call with named arguments, passed by position up to the first omitted one."""
     args: list[Any] = []
-    rest = dict(bound)
+    remaining = dict(bound)
     for arg in op._schema.arguments:
-        if arg.kwarg_only or arg.name not in rest:
+        if arg.kwarg_only or arg.name not in remaining:
             break
-        args.append(rest.pop(arg.name))
-    return op, tuple(args), rest
+        args.append(remaining.pop(arg.name))
+    return op, tuple(args), remaining

@@ -1,11 +1,4 @@
-"""A user's changes on top of op tables: by op, by module, by argument, by rule.
-
-Patterns are matched against the module paths that ``explain`` prints.
-A path begins at the compiled module: ``decoder.0.norm``. Where a function is compiled, a module
-that it calls has its path from the outermost module that is called (``0.norm``, the same in
-eager code) and a name that begins with the variable that holds that (``decoder.0.norm``): the
-name is printed, and patterns fit either.
-"""
+"""Overrides of a policy, on top of op tables: by op, by module, by argument and by rule."""
 
 from __future__ import annotations
 
@@ -20,7 +13,7 @@ import torch
 
 from amp_fx.dtypes import as_dtype, is_low
 from amp_fx.errors import PolicyError, did_you_mean
-from amp_fx.policies.calls import CAST_ARGUMENT_TYPES, has_schema, is_changeable, takes_policy
+from amp_fx.policies.calls import CAST_ARGUMENT_TYPES, has_schema, is_changeable, supports_policy
 from amp_fx.policies.files import find_object
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.float8 import PRODUCTS
@@ -40,9 +33,14 @@ if TYPE_CHECKING:
 
 
 ModuleEntry: TypeAlias = "tuple[str, type | str, str]"
-"""A module's path, its class, and its name: the path, in a compiled function from a variable on.
+"""The path, class and name of a module. Patterns for modules match the path or the name.
 
-A class is a name where a graph was exported and its classes are not at hand."""
+In a compiled module, path and name are equal and begin at that module: ``decoder.0.norm``. In a
+compiled function, the path begins at the outermost module that is called (``0.norm``), as in eager
+code, and the name begins at the variable that holds this module (``decoder.0.norm``). ``explain``
+prints names.
+
+In an exported graph, the class is given by its name."""
 
 ModuleStack: TypeAlias = tuple[ModuleEntry, ...]
 """The modules around an op, outermost first."""
@@ -51,26 +49,26 @@ _ITEM = re.compile(
     r"""\._(?:modules|parameters|buffers)\[(['"])(.*?)\1\]|\[(['"])(.*?)\3\]|\[(\d+)\]"""
 )
 _CLOSURE = re.compile(r"\.__closure__\[\d+\]\.cell_contents")
-"""A variable that a function has from around it: told by the function's own name."""
+"""A closure variable in a name of Dynamo's, which the name of the function precedes."""
 
 _WRAPPED = re.compile(r"^(self|fn|mod)(\.|$)")
-"""How Dynamo calls the compiled module itself."""
+"""Dynamo's names for the compiled module itself."""
 
 
 def path_of(stack: ModuleStack) -> str:
-    """The path of the innermost module; empty in the outermost one, and outside of any."""
+    """Returns the path of the innermost module; empty in the outermost module or without one."""
     return stack[-1][0] if stack else ""
 
 
 def name_of(stack: ModuleStack) -> str:
-    """Returns the entry as it is printed."""
+    """Returns the name of the innermost module; empty in the outermost module or without one."""
     return stack[-1][2] if stack else ""
 
 
 def module_path(name: str) -> str:
-    """``model.layers.0`` for ``L['model']._modules['layers']._modules['0']``, Dynamo's name.
+    """Converts a name of Dynamo's to a module path, without the ``self`` of a compiled method.
 
-    The ``self`` of a compiled method is left out.
+    ``L['model']._modules['layers']._modules['0']`` becomes ``model.layers.0``.
     """
     name = _CLOSURE.sub("", name)
     plain = _ITEM.sub(lambda m: f".{m[2] or m[4] or m[5]}", name)
@@ -78,7 +76,7 @@ def module_path(name: str) -> str:
 
 
 def join_path(*parts: str) -> str:
-    """Parts of a path, empty ones left out."""
+    """Joins the parts of a path that are not empty."""
     return ".".join(filter(None, parts))
 
 
@@ -86,11 +84,11 @@ Treatment: TypeAlias = "CastPolicy | str | torch.dtype"
 """A cast policy, its name, or ``torch.float32`` for ``fp32``."""
 
 Rule: TypeAlias = Callable[[str, str, tuple[Any, ...], tuple[Any, ...]], "Treatment | None"]
-"""Called with an op's qualified overload name, the path of the module around it, and the sizes
-and dtypes of its tensors; gives a cast policy, its name, or None for no opinion."""
+"""Called with the qualified overload name of an op, the path of the module around it, and the
+shapes and dtypes of its tensors; returns a cast policy, its name, or None to leave the op as is."""
 
 ModulePolicy: TypeAlias = "Treatment | Mapping[Any, Treatment]"
-"""What ``Policy.with_modules`` takes for one module: a policy, or policies by op."""
+"""The policy of all ops in a module, or policies by op (``Policy.with_modules``)."""
 
 MODULE_POLICIES = (
     CastPolicy.LOWER_PRECISION_FP,
@@ -104,7 +102,7 @@ MODULE_POLICIES = (
     CastPolicy.LOWER_PRECISION_WIDE,
     CastPolicy.BFLOAT16X3,
 )
-"""What can hold for all ops of a module: the others need an argument that few ops have."""
+"""Policies that can apply to all ops of a module. Others require arguments that few ops have."""
 
 SAME_AS = "same_as:"
 ARGUMENT_POLICIES = (
@@ -122,8 +120,8 @@ class OpOverride:
 
     Attributes:
         pattern: The op as the user wrote it.
-        policy: How it is cast.
-        overloads: The overloads that this means, by qualified name.
+        policy: The cast policy of the op.
+        overloads: The overloads that match the pattern, by qualified name.
     """
 
     pattern: str
@@ -136,12 +134,12 @@ class ModuleOverride:
     """One entry of ``Policy.with_modules``.
 
     Attributes:
-        pattern: A glob for the path of a module, a regular expression for all of it, or a
-            class; modules inside of a module that fits belong to it.
-        policy: How the ops are cast that run there.
-        op: The op that alone is meant, as the user wrote it; empty for all ops.
-        overloads: The overloads that this means, by qualified name.
-        why: A reason for people to read, which a policy file gets as a comment.
+        pattern: A glob for the path of a module, a regular expression for the whole path, or a
+            class. Modules inside a matching module match as well.
+        policy: The cast policy of ops in matching modules.
+        op: The only op to which the override applies, as the user wrote it; empty for all ops.
+        overloads: The overloads that match ``op``, by qualified name.
+        why: The reason, which policy files contain as a comment.
     """
 
     pattern: str | re.Pattern[str] | type
@@ -152,22 +150,22 @@ class ModuleOverride:
 
     @property
     def origin(self) -> str:
-        """Its name in messages and decisions."""
+        """Returns the name of the override in messages and decisions."""
         return f"module {self.text!r}" + (f", op {self.op!r}" if self.op else "")
 
-    def holds_for(self, op: str) -> bool:
-        """Returns True if an op, by its qualified overload name, is meant."""
+    def applies_to(self, op: str) -> bool:
+        """Returns True if the override applies to an op with this qualified overload name."""
         return not self.op or op in self.overloads
 
-    def fits(self, stack: ModuleStack) -> bool:
-        """Returns True if one of the modules around an op is meant."""
+    def matches(self, stack: ModuleStack) -> bool:
+        """Returns True if one of the modules around an op matches the pattern."""
         return any(
-            self.fits_module(path, cls) or self.fits_module(name, cls)
+            self.matches_module(path, cls) or self.matches_module(name, cls)
             for path, cls, name in stack or (("", "", ""),)
         )
 
-    def fits_module(self, path: str, cls: type | str) -> bool:
-        """Returns True if a module with this path and class is meant."""
+    def matches_module(self, path: str, cls: type | str) -> bool:
+        """Returns True if a module with this path and class matches the pattern."""
         if isinstance(self.pattern, type):
             return _is_class(cls, self.pattern)
         if isinstance(self.pattern, str):
@@ -176,7 +174,7 @@ class ModuleOverride:
 
     @property
     def text(self) -> str:
-        """The pattern as a policy file has it: ``decoder.*``, ``re:...``, ``class:...``."""
+        """Returns the pattern as in policy files: ``decoder.*``, ``re:...`` or ``class:...``."""
         if isinstance(self.pattern, type):
             return f"{CLASS}{self.pattern.__module__}.{self.pattern.__qualname__}"
         return self.pattern if isinstance(self.pattern, str) else f"{_REGEX}{self.pattern.pattern}"
@@ -184,23 +182,23 @@ class ModuleOverride:
 
 @dataclasses.dataclass(frozen=True)
 class RuleOverride:
-    """A function of the user's that is asked about every op (``Policy.with_rule``)."""
+    """A user's function that selects the policy of each op (``Policy.with_rule``)."""
 
     function: Rule
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
+        """Returns the name of the function in messages."""
         return getattr(self.function, "__name__", None) or repr(self.function)
 
     def at(self, path: str) -> RuleOverride:
-        """This rule, told of one module path wherever it is asked."""
+        """Returns a rule that is evaluated as if inside one fixed module path."""
         return RuleOverride(_RuleAt(self, path))
 
 
 @dataclasses.dataclass(frozen=True)
 class _RuleAt:
-    """A rule that is told of one module path, wherever it is asked."""
+    """A rule that is evaluated as if inside one fixed module path."""
 
     rule: RuleOverride
     path: str
@@ -219,8 +217,8 @@ class ArgOverride:
 
     Attributes:
         pattern: The op as the user wrote it.
-        args: By argument ``same_as:`` another one, ``fp32``, ``lower_precision_fp`` or ``keep``.
-        overloads: The overloads that this means, by qualified name.
+        args: Pairs of an argument and its policy, or ``same_as:`` and another argument.
+        overloads: The overloads that match the pattern, by qualified name.
     """
 
     pattern: str
@@ -229,7 +227,16 @@ class ArgOverride:
 
 
 def to_policy(where: str, value: object, allowed: Iterable[CastPolicy] = CastPolicy) -> CastPolicy:
-    """Returns the cast policy that a name or a dtype means; float32 means ``fp32``."""
+    """Converts the name of a cast policy, or ``torch.float32``, to a cast policy.
+
+    Args:
+        where: The beginning of error messages.
+        value: A cast policy, its name or a dtype.
+        allowed: The cast policies that are allowed.
+
+    Raises:
+        PolicyError: The value is not an allowed policy.
+    """
     names = [policy.value for policy in allowed]
     name = value.value if isinstance(value, CastPolicy) else value
     if isinstance(name, str) and name.lower() in names:
@@ -240,30 +247,32 @@ def to_policy(where: str, value: object, allowed: Iterable[CastPolicy] = CastPol
     if dtype is not None and is_low(dtype):  # a policy may be used in regions of either dtype
         low = CastPolicy.LOWER_PRECISION_FP.value
         raise PolicyError(
-            f"{where}: the region chooses the low-precision dtype, not the policy: write {low!r} "
-            f"instead of {name!r}"
+            f"{where}: got {name!r}, but the autocast region sets the low-precision dtype: write "
+            f"{low!r} instead"
         )
-    meant = "" if dtype is not None else did_you_mean(str(name).lower(), names)
-    raise PolicyError(f"{where}: {name!r} is not one of {', '.join(names)}{meant}")
+    suggestion = "" if dtype is not None else did_you_mean(str(name).lower(), names)
+    raise PolicyError(f"{where}: expected one of {', '.join(names)}, got {name!r}{suggestion}")
 
 
 def check_mapping(method: str, given: object, example: dict[str, str]) -> None:
-    """Checks the argument of a method of policies.
+    """Checks that the argument of a method of policies is a mapping.
 
     Raises:
-        PolicyError: It is no mapping.
+        PolicyError: It is not a mapping.
     """
     if not isinstance(given, Mapping):
-        raise PolicyError(f"{method} got {given!r}; give a mapping, such as {example}")
+        raise PolicyError(f"{method} expected a mapping such as {example}, got {given!r}")
 
 
 def op_overrides(given: Mapping[Any, Treatment], listed: Iterable[str]) -> tuple[OpOverride, ...]:
-    """The entries of one call of ``with_ops``: globs first, so that names win over them.
+    """Returns the overrides of one call of ``with_ops``.
+
+    Globs come first, so that names take precedence over them.
 
     Args:
-        given: Policies by op: a packet, an overload or a glob, with or without ``aten::``, or
-            the op itself.
-        listed: Ops that tables have, perhaps of another torch version.
+        given: Policies by op. An op is a packet, an overload or a glob, with or without ``aten::``,
+            or the op itself.
+        listed: Ops in tables, which may be missing in the installed torch.
     """
     check_mapping("with_ops", given, {"softmax": "fp32"})
     known = frozenset(listed)
@@ -271,26 +280,26 @@ def op_overrides(given: Mapping[Any, Treatment], listed: Iterable[str]) -> tuple
     globs = [entry for entry in entries if is_glob(entry.pattern)]
     names = [entry for entry in entries if not is_glob(entry.pattern)]
     for group in (globs, names):
-        _refuse_contradictions(group)
+        _check_contradictions(group)
     return (*globs, *names)
 
 
 def _op_override(pattern: str, value: Treatment, listed: frozenset[str]) -> OpOverride:
     policy = to_policy(f"op {pattern!r}", value)
-    found = expand_ops(pattern, listed)
+    overloads = expand_ops(pattern, listed)
     known = _listed_by_presets()
-    taking = tuple(op for op in found if takes_policy(op, policy, is_listed=op in known))
-    if taking:
-        return OpOverride(pattern, policy, taking)
-    raise PolicyError(f"op {pattern!r} cannot be {policy.value}: {_why_not(found, policy)}")
+    supported = tuple(op for op in overloads if supports_policy(op, policy, is_listed=op in known))
+    if supported:
+        return OpOverride(pattern, policy, supported)
+    raise PolicyError(f"op {pattern!r} cannot be {policy.value}: {_why_not(overloads, policy)}")
 
 
 @functools.cache
 def _listed_by_presets() -> frozenset[str]:
-    """Ops of which somebody knows that they can be cast, views among them.
+    """Returns the ops in the tables of presets, which can be cast even if they return views.
 
-    Not those of a policy's own tables: what ``with_ops`` takes must not depend on the calls
-    before it, which a policy file need not give in the same order.
+    Tables of the policy itself are not included: the ops that ``with_ops`` accepts must not depend
+    on earlier calls, because a policy file may contain the entries in another order.
     """
     tables = (table for make in PRESETS.values() for table in make().values())
     return frozenset(op for table in tables for op in table)
@@ -299,57 +308,58 @@ def _listed_by_presets() -> frozenset[str]:
 def _why_not(overloads: tuple[str, ...], policy: CastPolicy) -> str:
     names = ", ".join(overloads[:4])
     if policy is CastPolicy.FP32_SET_OPT_DTYPE:
-        return f"{names} has no optional dtype argument to set"
+        return f"{names} has no optional dtype argument"
     if policy is CastPolicy.FP32_APPEND_DTYPE:
-        return f"{names} has no overload that takes a dtype and is otherwise the same"
+        return f"{names} has no equivalent overload with a dtype argument"
     if policy in PRODUCT_POLICIES:
         products = ", ".join(PRODUCT_POLICIES[policy])
-        why = f"{names} is no product that can have this policy; those are {products}"
+        reason = f"{names} does not support this policy; the supported products are {products}"
         is_grouped = any(PRODUCTS[op].offsets for op in overloads if op in PRODUCTS)
-        return f"{why}{_OF_GROUPED if is_grouped else ''}"
+        return f"{reason}{_OF_GROUPED if is_grouped else ''}"
     return (
-        f"{names} writes to its inputs, gives a view of them or takes no tensor; "
-        "autocast leaves such calls alone"
+        f"{names} writes to its inputs, returns a view of them or has no tensor inputs, and "
+        "autocast never casts the inputs of such ops"
     )
 
 
 _OF_GROUPED = (
-    "; kernels of grouped products return the dtype of their inputs, and torch.bmm can give float32"
+    "; kernels of grouped products return the dtype of their inputs: use torch.bmm for float32 "
+    "results"
 )
 
 
-def _refuse_contradictions(entries: list[OpOverride]) -> None:
+def _check_contradictions(entries: list[OpOverride]) -> None:
     first: dict[str, OpOverride] = {}
     for entry in entries:
         for op in entry.overloads:
             other = first.setdefault(op, entry)
             if other.policy is not entry.policy:
                 raise PolicyError(
-                    f"{op} is {other.policy.value} by {other.pattern!r} and "
-                    f"{entry.policy.value} by {entry.pattern!r}; keep one of them, or give the "
-                    "one that must win in a later with_ops"
+                    f"{op} has contradictory policies: {other.policy.value} by {other.pattern!r} "
+                    f"and {entry.policy.value} by {entry.pattern!r}: remove one of them, or pass "
+                    "the one that takes precedence to a later with_ops"
                 )
 
 
 def expand_ops(pattern: str, listed: Iterable[str] = ()) -> tuple[str, ...]:
-    """The overloads that a name or a glob means: the functional ones, if there are any."""
+    """Returns the overloads that match a name or a glob: only functional ones, if any match."""
     if not is_glob(pattern):
         return find_overloads(pattern, also=listed)
     glob = qualified_pattern(pattern)
     packets = overloads_by_packet()
-    found = [
+    matches = [
         op for packet, ops in packets.items() for op in ops if fnmatch.fnmatchcase(packet, glob)
     ]
-    found += [op for ops in packets.values() for op in ops if fnmatch.fnmatchcase(op, glob)]
-    functional = tuple(sorted({op for op in found if is_functional(op)}))
+    matches += [op for ops in packets.values() for op in ops if fnmatch.fnmatchcase(op, glob)]
+    functional = tuple(sorted({op for op in matches if is_functional(op)}))
     if not functional:
         raise PolicyError(f"no op of torch {torch.__version__} matches {pattern!r}")
     return functional
 
 
 def is_glob(pattern: str) -> bool:
-    """Returns True if a pattern for ops may mean several packets."""
-    return any(sign in pattern for sign in "*?[")
+    """Returns True if a pattern for ops contains wildcards."""
+    return any(wildcard in pattern for wildcard in "*?[")
 
 
 def module_overrides(
@@ -358,14 +368,14 @@ def module_overrides(
     *,
     find_class: Callable[[str], Any] = find_object,
 ) -> tuple[ModuleOverride, ...]:
-    """The entries of one call of ``with_modules``.
+    """Returns the overrides of one call of ``with_modules``.
 
     Args:
-        given: Policies by module: a glob for paths, a compiled regular expression or
-            ``"re:..."``, a subclass of ``nn.Module`` or ``"class:package.module.Name"``. A
-            mapping gives policies to single ops inside of the module.
-        listed: Ops that tables have, perhaps of another torch version.
-        find_class: Finds a class by its name, once the policy of the entry is known to be one.
+        given: Policies by module. A module is a glob for paths, a compiled regular expression or
+            ``"re:..."``, a subclass of ``nn.Module`` or ``"class:package.module.Name"``. A mapping
+            sets the policies of single ops in the module.
+        listed: Ops in tables, which may be missing in the installed torch.
+        find_class: Returns the class with a name. Called after the policy of the entry was checked.
     """
     check_mapping("with_modules", given, {"decoder.*.norm": "fp32"})
     known = frozenset(listed)
@@ -383,24 +393,26 @@ def _overrides_of(
     if not isinstance(value, Mapping):
         policy = to_policy(where, value, MODULE_POLICIES)
         return [ModuleOverride(_module_pattern(pattern, find_class), policy)]
-    ops = [(op_text(op), each) for op, each in value.items()]
-    policies = [to_policy(f"{where}, op {op!r}", each, MODULE_POLICIES) for op, each in ops]
-    found = _module_pattern(pattern, find_class)
+    ops = [(op_text(op), treatment) for op, treatment in value.items()]
+    policies = [
+        to_policy(f"{where}, op {op!r}", treatment, MODULE_POLICIES) for op, treatment in ops
+    ]
+    module_pattern = _module_pattern(pattern, find_class)
     return [
-        ModuleOverride(found, policy, op, _changeable(where, op, listed))
+        ModuleOverride(module_pattern, policy, op, _changeable(where, op, listed))
         for (op, _), policy in zip(ops, policies, strict=True)
     ]
 
 
 def _changeable(where: str, op: str, listed: frozenset[str]) -> tuple[str, ...]:
-    """The overloads that an op's name means, of those that what holds for a module holds for."""
-    found = expand_ops(op, listed)
-    changeable = tuple(name for name in found if is_changeable(name))
-    if changeable or not any(has_schema(name) for name in found):
-        return changeable or found
+    """Returns the overloads that match an op's name and to which policies of modules apply."""
+    overloads = expand_ops(op, listed)
+    changeable = tuple(name for name in overloads if is_changeable(name))
+    if changeable or not any(has_schema(name) for name in overloads):
+        return changeable or overloads
     raise PolicyError(
-        f"{where}: op {op!r} is private, writes to its inputs, gives a view of them or takes no "
-        "tensor; what holds for a module is for public ops that make new tensors"
+        f"{where}: op {op!r} is private, writes to its inputs, returns a view of them or has no "
+        "tensor inputs: policies of modules only apply to public ops that return new tensors"
     )
 
 
@@ -410,13 +422,13 @@ def _module_pattern(
     if isinstance(pattern, type):
         if issubclass(pattern, torch.nn.Module):
             return pattern
-        raise PolicyError(f"module {pattern!r} is a class, but not one of torch.nn.Module")
+        raise PolicyError(f"module {pattern!r}: expected a subclass of torch.nn.Module")
     if isinstance(pattern, re.Pattern) and isinstance(pattern.pattern, str):
         return pattern
     if not isinstance(pattern, str):
         raise PolicyError(
-            f"module {pattern!r} is neither the path of modules (globs are allowed), nor a "
-            "regular expression, nor a class of modules"
+            f"module {pattern!r}: expected a glob for module paths, a compiled regular expression "
+            "or a subclass of torch.nn.Module"
         )
     if pattern.startswith(_REGEX):
         return _regex(pattern)
@@ -432,56 +444,58 @@ def _regex(pattern: str) -> re.Pattern[str]:
         raise PolicyError(f"module {pattern!r} is not a regular expression: {error}") from error
 
 
-def _is_class(cls: type | str, wanted: type) -> bool:
+def _is_class(cls: type | str, expected: type) -> bool:
     if isinstance(cls, type):
-        return issubclass(cls, wanted)
-    return cls == f"{wanted.__module__}.{wanted.__qualname__}"
+        return issubclass(cls, expected)
+    return cls == f"{expected.__module__}.{expected.__qualname__}"
 
 
 def rule_override(function: object) -> RuleOverride:
-    """A user's function as an override."""
+    """Returns the override for a function, or for the name of one."""
     if isinstance(function, str):
         function = find_object(function)
     if not callable(function) or isinstance(function, type):
         raise PolicyError(
-            f"rule {function!r} is not a function: give one of (op, module_path, shapes, dtypes)"
+            f"expected a function rule(op, module_path, shapes, dtypes), got {function!r}"
         )
     return RuleOverride(function)
 
 
 def arg_override(op: object, args: Mapping[str, Treatment], listed: Iterable[str]) -> ArgOverride:
-    """The entry that a call of ``with_args`` makes."""
+    """Returns the override of one call of ``with_args``."""
     check_mapping("with_args", args, {"source": "same_as:self"})
     pattern = op_text(op)
-    found = expand_ops(pattern, listed)
-    taking = tuple(op for op in found if {*args} <= {*_tensor_arguments(op)})
-    if not args or not taking:
-        allowed = ", ".join(dict.fromkeys(a for op in found for a in _tensor_arguments(op)))
+    overloads = expand_ops(pattern, listed)
+    matching = tuple(op for op in overloads if {*args} <= {*_tensor_arguments(op)})
+    if not args or not matching:
+        allowed = ", ".join(dict.fromkeys(a for op in overloads for a in _tensor_arguments(op)))
         given = ", ".join(map(repr, args)) or "no arguments"
-        raise PolicyError(f"op {pattern!r} with {given}: its tensor arguments are {allowed}")
+        raise PolicyError(
+            f"op {pattern!r}: expected one of its tensor arguments {allowed}, got {given}"
+        )
     entries = tuple(
-        (name, _directive(pattern, name, value, taking)) for name, value in args.items()
+        (name, _directive(pattern, name, value, matching)) for name, value in args.items()
     )
     for policy in PRODUCT_POLICIES:
         named = tuple(name for name, value in entries if value == policy.value)
         if named:
-            _check_operands(pattern, policy, named, taking)
-    return ArgOverride(pattern, entries, taking)
+            _check_operands(pattern, policy, named, matching)
+    return ArgOverride(pattern, entries, matching)
 
 
 def _check_operands(
     pattern: str, policy: CastPolicy, given: tuple[str, ...], overloads: tuple[str, ...]
 ) -> None:
-    """Refuses a policy for products on one argument alone: it is about both operands."""
+    """Checks that a policy for products is given for exactly the two operands of a product."""
     products = PRODUCT_POLICIES[policy]
     for op in overloads:
         operands = PRODUCTS[op] if op in products else None
-        wanted = () if operands is None else (operands.input, operands.weight)
-        if not wanted or set(given) != set(wanted):
-            both = " and ".join(wanted) or f"both operands of one of {', '.join(products)}"
+        expected = () if operands is None else (operands.input, operands.weight)
+        if not expected or set(given) != set(expected):
+            names = " and ".join(expected) or f"both operands of one of {', '.join(products)}"
             raise PolicyError(
-                f"op {pattern!r} with {', '.join(given)} as {policy.value}: name {both}, and no "
-                "others"
+                f"op {pattern!r}: expected {policy.value} for {names} and no other argument, got "
+                f"{', '.join(given)}"
             )
 
 
@@ -491,11 +505,11 @@ def _directive(pattern: str, name: str, value: object, overloads: tuple[str, ...
         try:
             return to_policy(where, value, ARGUMENT_POLICIES).value
         except PolicyError as error:
-            raise PolicyError(f"{error}; or {SAME_AS}<another argument>") from None
+            raise PolicyError(f"{error}; or write {SAME_AS}<another argument>") from None
     other = value.removeprefix(SAME_AS)
     allowed = [a for a in _tensor_arguments(overloads[0]) if a != name]
     if any(other not in _tensor_arguments(op) for op in overloads) or other == name:
-        raise PolicyError(f"{where}: {value!r} does not name another of its tensors: {allowed}")
+        raise PolicyError(f"{where}: expected {SAME_AS} and one of {allowed}, got {value!r}")
     return value
 
 

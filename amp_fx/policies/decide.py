@@ -1,9 +1,9 @@
-"""Decides on one call of one op: finds the override that wins, and applies it to the call.
+"""Selects the override of a policy that applies to a call, and applies it to the call.
 
-Later beats earlier, a module beats an op, and a rule beats both. What holds for all ops of a
-module, and what a rule says, is for ops that make new tensors: views would be torn from their
-bases by a cast, in-place and ``out=`` calls and those with an explicit ``dtype=`` say what they
-want. Such calls are treated as the op alone would be.
+Later overrides win over earlier ones. Module overrides win over op overrides, and rules win over
+both. Module overrides and rules apply only to ops that return new tensors: a cast would detach a
+view from its base, and in-place calls, ``out=`` calls and calls with ``dtype=`` determine their
+dtype themselves. Such calls have the policy of the op.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from amp_fx.policies.calls import (
     lower_first,
     qualified_name,
     result_dtype,
-    takes_policy,
+    supports_policy,
 )
 from amp_fx.policies.changes import SAME_AS, path_of, to_policy
 from amp_fx.policies.float8 import operands_of
@@ -45,14 +45,13 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """Describes what is done to a call.
+    """The cast policy of one call.
 
     Attributes:
-        policy: How its inputs are cast.
-        origin: Where that was laid down, for a person to read: ``"table"``,
-            ``"op 'softmax'"``, ``"module 'decoder.*'"``, ``"rule my_rule"``, ``"args 'cat'"``
-            or ``"register_op"``.
-        args: Arguments that are treated otherwise, as ``Policy.with_args`` takes them.
+        policy: The cast policy.
+        origin: The source of the policy in messages: ``"table"``, ``"op 'softmax'"``,
+            ``"module 'decoder.*'"``, ``"rule my_rule"``, ``"args 'cat'"`` or ``"register_op"``.
+        args: Policies of single arguments, as in ``Policy.with_args``.
     """
 
     policy: CastPolicy
@@ -62,23 +61,24 @@ class Decision:
     def apply(
         self, call: Call, device_type: str, low_dtype: torch.dtype
     ) -> tuple[Call, torch.dtype | None]:
-        """The call to make instead.
+        """Applies the decision to a call.
 
         Returns:
-            It, the same object if nothing changes, and the dtype for ``restore_results``.
+            The call with its casts (``call`` itself if nothing changes), and the dtype for
+            ``restore_results``.
 
         Raises:
             BannedOpError: The op is banned.
         """
         dtype = None
-        if self.policy in _GIVING_BACK:
+        if self.policy in _RESTORING:
             if has_explicit_dtype(call):
                 return call, None
             if self.policy is CastPolicy.LOWER_PRECISION_IO:
                 call = lower_first(call, device_type, low_dtype)
             dtype = result_dtype(call, device_type)
-        kept = [name for name, _ in self.args]
-        call = apply_policy(self.policy, call, device_type, low_dtype, kept=kept)
+        skipped = [name for name, _ in self.args]
+        call = apply_policy(self.policy, call, device_type, low_dtype, skipped=skipped)
         dtypes = self._argument_dtypes(call, low_dtype)
         return cast_arguments(call, dtypes, device_type) if dtypes else call, dtype
 
@@ -94,16 +94,17 @@ class Decision:
         return {name: dtype for name, dtype in dtypes.items() if dtype.is_floating_point}
 
 
-_GIVING_BACK = (CastPolicy.SAME_AS_INPUT, CastPolicy.LOWER_PRECISION_IO)
+_RESTORING = (CastPolicy.SAME_AS_INPUT, CastPolicy.LOWER_PRECISION_IO)
+"""Policies that cast results to the dtype of an input."""
 
 
 def has_explicit_dtype(call: Call) -> bool:
-    """Returns True if a call says which dtype it wants."""
+    """Returns True if the ``dtype`` argument of a call is given."""
     return bind(*call).get("dtype") is not None
 
 
 class Resolver:
-    """Finds the treatment of a call under one policy."""
+    """Selects the cast policy of each call under one policy."""
 
     def __init__(self, policy: Policy) -> None:
         self._tables = policy.tables
@@ -130,35 +131,35 @@ class Resolver:
 
     @property
     def has_float8(self) -> bool:
-        """True if any call may run in float8."""
+        """Returns True if any call may run in float8."""
         return self._has_float8
 
     @property
     def depends_on_module(self) -> bool:
-        """True if the module around an op, or its inputs' sizes and dtypes, can matter."""
+        """Returns True if a decision can depend on the module around an op or on its inputs."""
         return bool(self._modules or self._rules)
 
     def stack_key(self, stack: ModuleStack) -> object:
-        """Equal for two places in which equal calls are treated alike."""
+        """Returns a key that is equal for two module stacks with equal decisions for all calls."""
         if self._rules:
             return stack
         return self.module_overrides(stack) if self._modules else None
 
     def decide(self, call: Call, device_type: str, stack: ModuleStack) -> Decision | None:
-        """Decides what is done to a call; returns None if no entry is for its op."""
-        # The table of registered ops only grows: its size says whether an answer is out of date.
+        """Returns the decision for a call, or None if the policy has no entry for its op."""
+        # The table of registered ops only grows: a decision is stale if its size has changed.
         by_op: Decision | None = self._by_op(call[0], device_type, len(REGISTERED))
         if not self.depends_on_module or not self._is_adjustable(call, device_type, by_op):
             return by_op
         for rule in reversed(self._rules):
-            policy = _ask(rule, call, stack)
+            policy = _evaluate_rule(rule, call, stack)
             if not _suits(policy, call[0]):
                 return by_op
             if policy is not None:
                 return Decision(policy, f"rule {rule.name}")
         overrides: tuple[ModuleOverride, ...] = self.module_overrides(stack)
         name = qualified_name(call[0])
-        override = next((m for m in overrides if m.holds_for(name)), None)
+        override = next((m for m in overrides if m.applies_to(name)), None)
         if override is None or not _suits(override.policy, call[0]):
             return by_op
         return Decision(override.policy, override.origin)
@@ -179,31 +180,31 @@ class Resolver:
             return Decision(product, origin)
         if policy is not None:
             return Decision(policy, self._op_origins.get(name, "table"), tuple(args.items()))
-        found = REGISTERED.get(name)
-        if found is not None:
-            merged = {**dict(found.args), **args}
-            return Decision(found.policy, "register_op", tuple(merged.items()))
+        registered = REGISTERED.get(name)
+        if registered is not None:
+            merged = {**dict(registered.args), **args}
+            return Decision(registered.policy, "register_op", tuple(merged.items()))
         return Decision(CastPolicy.KEEP, origin, tuple(args.items())) if args else None
 
     def _find_module_overrides(self, stack: ModuleStack) -> tuple[ModuleOverride, ...]:
-        """Returns the overrides that apply here, winner first, up to one that is for all ops."""
-        found: list[ModuleOverride] = []
+        """Returns the matching overrides in order of precedence, up to the first for all ops."""
+        matching: list[ModuleOverride] = []
         for override in reversed(self._modules):
-            if override.fits(stack):
-                found.append(override)
+            if override.matches(stack):
+                matching.append(override)
                 if not override.op:
                     break
-        return tuple(found)
+        return tuple(matching)
 
 
 @functools.cache
 def is_adjustable(op: OpOverload) -> bool:
-    """Returns True if what holds for all ops of a module holds for this one (``is_changeable``)."""
+    """Returns True if policies of modules apply to an op (``is_changeable``, cached)."""
     return is_changeable(qualified_name(op))
 
 
 def _product_policy(op: OpOverload, args: Mapping[str, str]) -> CastPolicy | None:
-    """Returns the policy for products that both operands of a product have; None without one."""
+    """Returns the policy that ``with_args`` sets for both operands of a product, if any."""
     operands = operands_of(op)
     if operands is None:
         return None
@@ -212,27 +213,27 @@ def _product_policy(op: OpOverload, args: Mapping[str, str]) -> CastPolicy | Non
 
 
 def _suits(policy: CastPolicy | None, op: OpOverload) -> bool:
-    """Returns True unless a policy is for products and the op is none."""
+    """Returns False if a policy is for products and does not support the op."""
     products = PRODUCT_POLICIES.get(policy) if policy is not None else None
     return products is None or qualified_name(op) in products
 
 
-def _ask(rule: RuleOverride, call: Call, stack: ModuleStack) -> CastPolicy | None:
+def _evaluate_rule(rule: RuleOverride, call: Call, stack: ModuleStack) -> CastPolicy | None:
     name = qualified_name(call[0])
     tensors = castable_tensors(call)
     shapes, dtypes = tuple(tuple(t.shape) for t in tensors), tuple(t.dtype for t in tensors)
     where = f"rule {rule.name} at op {name}{_in_module(stack)}"
     try:
-        answer: Any = rule.function(name, path_of(stack), shapes, dtypes)
+        result: Any = rule.function(name, path_of(stack), shapes, dtypes)
     except Exception as error:
         raise PolicyError(f"{where} raised {type(error).__name__}: {error}") from error
-    if answer is None:
+    if result is None:
         return None
-    policy = to_policy(f"{where} returned", answer)
+    policy = to_policy(f"{where}, return value", result)
     if policy in PRODUCT_POLICIES:
-        return policy  # where the op is no product, the tables decide
-    if not takes_policy(name, policy, is_listed=True):
-        raise PolicyError(f"{where} returned {policy.value}, which the op cannot take")
+        return policy  # if the op is not a product, the tables apply
+    if not supports_policy(name, policy, is_listed=True):
+        raise PolicyError(f"{where} returned {policy.value}, which the op does not support")
     return policy
 
 

@@ -1,10 +1,7 @@
-"""Policy files as text and as plain data: TOML that a person edits, with the lines of entries.
+"""Reads and writes the TOML of policy files, and resolves the dotted names in them.
 
-What the entries mean is for ``saved`` to know.
-
-Resolves the dotted names in files, too, and decides which of them may be imported.
-Importing a module runs it, and a rule is a function that will be called: a file that somebody
-else wrote does neither unless its reader says so.
+``saved`` interprets the entries. Importing a module runs its code, and rules are functions that are
+called. Names in files are therefore only resolved if the reader trusts them (``Trust``).
 """
 
 from __future__ import annotations
@@ -26,16 +23,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 _HEAD = """\
-# A policy of amp_fx: a preset, and what is changed on top of it. Later beats earlier, a module
-# beats an op, and a rule beats both. `python -m amp_fx policy` lists ops and what the words mean.
+# A policy of amp_fx: a preset and overrides. Later overrides win over earlier ones, overrides of
+# modules over those of ops, and rules over both. `python -m amp_fx policy` lists ops and policies.
 """
 
 
 class Document:
-    """A policy file that was read.
+    """The contents of a policy file.
 
     Attributes:
-        data: Its entries, as ``tomllib`` gives them.
+        data: The entries, as parsed by ``tomllib``.
     """
 
     def __init__(self, text: str, source: str) -> None:
@@ -44,15 +41,15 @@ class Document:
         try:
             self.data: dict[str, Any] = tomllib.loads(text)
         except (ValueError, RecursionError) as error:
-            # An integer of more digits than Python reads is a ValueError, as wrong TOML is.
+            # Integers with too many digits raise a ValueError, like invalid TOML.
             raise PolicyError(f"{source} is not valid TOML: {error}") from error
 
     def error(self, where: tuple[Any, ...], message: str) -> PolicyError:
-        """An error about one entry, with its line and key."""
+        """Returns an error about one entry, with its line and key."""
         line = _line_of(self._text, where)
-        place = f", line {line}" if line else ""
+        location = f", line {line}" if line else ""
         key = ".".join(str(part) for part in where if not isinstance(part, int))
-        return PolicyError(f"{self._source}{place}, key {key!r}: {message}")
+        return PolicyError(f"{self._source}{location}, key {key!r}: {message}")
 
 
 _HEADER = re.compile(r"\s*\[+([^\]]*)\]")
@@ -60,12 +57,12 @@ _ENTRY = re.compile(r"""\s*("(?:[^"\\]|\\.)*"|'[^']*'|[\w.-]+)\s*=""")
 
 
 def _line_of(text: str, where: tuple[Any, ...]) -> int | None:
-    """The number of the line with an entry, from 1; that of its table, if it is not found."""
+    """Returns the 1-based line of an entry, or of its table if the entry has no line of its own."""
     index = next((part for part in where if isinstance(part, int)), 0)
     parts = [part for part in where if not isinstance(part, int)]
     section: list[str] = []
     seen: dict[str, int] = {}
-    found = None
+    line_number = None
     for number, line in enumerate(text.splitlines(), 1):
         header, entry = _HEADER.match(line), _ENTRY.match(line)
         if header is not None:
@@ -74,10 +71,10 @@ def _line_of(text: str, where: tuple[Any, ...]) -> int | None:
         path = [*section, *([_plain_key(entry[1])] if entry and header is None else [])]
         is_group = len(section) != 1 or seen.get(section[0], 0) == index
         if path and is_group and parts[: len(path)] == path:
-            found = number
+            line_number = number
             if path == parts:
                 return number
-    return found
+    return line_number
 
 
 def _plain_key(key: str) -> str:
@@ -92,21 +89,21 @@ def to_text(
     groups: Mapping[str, list[dict[str, Any]]],
     comments: Mapping[tuple[str, int, str], list[str]] | None = None,
 ) -> str:
-    """The text of a policy file.
+    """Returns the text of a policy file.
 
     Args:
-        entries: What stands at the top.
-        tables: ``[tables.<device type>]``.
-        groups: Tables that may stand several times, by key.
-        comments: Lines above an entry of a group, by the group's key, its number and the entry.
+        entries: Entries at the top of the file.
+        tables: Contents of ``[tables.<device type>]``.
+        groups: Tables that can be repeated, by key.
+        comments: Lines above an entry of a group, by the key and index of the group and the entry.
     """
     comments = comments or {}
     lines = [_HEAD.rstrip(), *(f"{key} = {_value(value)}" for key, value in entries.items())]
     for device, table in tables.items():
         lines += ["", f"[tables.{_key(device)}]", *_entry_lines(table)]
-    for key, several in groups.items():
-        header = f"[{key}]" if len(several) == 1 else f"[[{key}]]"
-        for index, group in enumerate(several):
+    for key, group_tables in groups.items():
+        header = f"[{key}]" if len(group_tables) == 1 else f"[[{key}]]"
+        for index, group in enumerate(group_tables):
             lines += ["", header]
             for entry, line in zip(group, _entry_lines(group), strict=True):
                 lines += [_comment(text) for text in comments.get((key, index, entry), ())]
@@ -137,16 +134,16 @@ def _key(key: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A basic string of TOML, which is one of JSON but for a character that both may escape."""
+    """Returns a basic string of TOML: a JSON string in which DEL is escaped as well."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def find_object(name: str) -> Any:
-    """Resolves a dotted name; imports what it must."""
+    """Resolves a dotted name, and imports modules if necessary."""
     parts = name.replace(":", ".").split(".")
     for split in range(len(parts) - 1, 0, -1):
         try:
-            found: Any = importlib.import_module(".".join(parts[:split]))
+            value: Any = importlib.import_module(".".join(parts[:split]))
         except ModuleNotFoundError:
             continue
         except (Exception, SystemExit) as error:
@@ -155,54 +152,54 @@ def find_object(name: str) -> Any:
             ) from error
         try:
             for part in parts[split:]:
-                found = getattr(found, part)
+                value = getattr(value, part)
         except AttributeError:
             break
-        return found
-    raise PolicyError(f"{name!r} cannot be imported; write it like 'package.module:name'")
+        return value
+    raise PolicyError(f"{name!r} cannot be imported: expected a name like 'package.module:name'")
 
 
 class Trust:
-    """Describes what the reader of a policy file allows it to import.
+    """The names that a policy file may import.
 
     Args:
-        trusted: True for everything, False for nothing, or the names of modules, each of which
-            stands for what is inside of it as well.
+        trusted: True for all names, False for none, or names of modules. A module includes its
+            submodules.
     """
 
     def __init__(self, trusted: bool | Iterable[str]) -> None:
         self._is_all = trusted is True
         if isinstance(trusted, str):
-            raise PolicyError(f"trusted={trusted!r}: give the names of modules as a list")
+            raise PolicyError(f"expected trusted to be a list of module names, got {trusted!r}")
         self._modules = () if isinstance(trusted, bool) else tuple(trusted)
 
     def check_rule(self, name: str) -> None:
-        """Refuses a function that is not trusted."""
+        """Raises an error if a function is not trusted."""
         if not self._allows(name):
             raise PolicyError(
-                f"{name!r} is a function that would be called; {_HOW.format(_module_of(name))}"
+                f"{name!r} is a function that would be called: {_HOW.format(_module_of(name))}"
             )
 
     def check_class(self, name: str) -> None:
-        """Refuses a class whose module would have to be imported, and is not trusted."""
+        """Raises an error if a class is not trusted and its module is not imported yet."""
         if not self._allows(name) and _imported(name) is None:
             module = _module_of(name)
             raise PolicyError(
-                f"{name!r} cannot be found in the modules that are imported already, and would be "
-                f"imported; import {module} before, or {_HOW.format(module)}"
+                f"{name!r} is not in a module that is already imported: import {module} before, "
+                f"or, {_HOW.format(module)}"
             )
 
     def find_class(self, name: str) -> Any:
-        """The class of a name, which ``check_class`` has passed."""
-        found = _imported(name)
-        return find_object(name) if found is None else found
+        """Returns the class with a name that ``check_class`` accepted."""
+        cls = _imported(name)
+        return find_object(name) if cls is None else cls
 
     def _allows(self, name: str) -> bool:
         dotted = name.replace(":", ".")
         return self._is_all or any(dotted.startswith(f"{module}.") for module in self._modules)
 
 
-_HOW = "to trust the file: amp_fx.Policy.load(path, trusted=True), or trusted=[{!r}]"
+_HOW = "to trust the file, call amp_fx.Policy.load(path, trusted=True), or with trusted=[{!r}]"
 
 
 def _module_of(name: str) -> str:
@@ -210,15 +207,15 @@ def _module_of(name: str) -> str:
 
 
 def _imported(name: str) -> Any:
-    """Resolves a name in a module that is imported; returns None if there is none.
+    """Resolves a name in modules that are already imported; returns None if it is not found.
 
-    No attribute is made for the question, as a module's ``__getattr__`` may import others.
+    Only ``__dict__`` is read, because a module's ``__getattr__`` may import other modules.
     """
     parts = name.replace(":", ".").split(".")
     for split in range(len(parts) - 1, 0, -1):
-        found: Any = sys.modules.get(".".join(parts[:split]))
+        value: Any = sys.modules.get(".".join(parts[:split]))
         for part in parts[split:]:
-            found = getattr(found, "__dict__", {}).get(part)
-        if found is not None:
-            return found
+            value = getattr(value, "__dict__", {}).get(part)
+        if value is not None:
+            return value
     return None

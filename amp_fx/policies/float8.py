@@ -1,7 +1,7 @@
-"""Runs one product in float8: what fits, how operands are quantized, forward and backward.
+"""Computes products in float8, forward and backward, and checks which products support it.
 
-The numbers are those of torchao's ``Float8Linear`` with the same recipe, bit for bit. A weight is
-quantized as it is stored, or rounded to bfloat16 first if the policy says so (``Float8.source``).
+Results are bitwise equal to those of torchao's ``Float8Linear`` with the same recipe. Weights are
+quantized as stored, or after rounding to bfloat16 if the policy requires it (``Float8.source``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.devices.float8 import why_no_float8, why_no_float8_experts
-from amp_fx.dtypes import dtype_name, is_spread
+from amp_fx.dtypes import dtype_name, is_dtensor
 from amp_fx.policies.calls import bind, qualified_name
 from amp_fx.policies.rounding import round_to
 from amp_fx.tables.float8 import BY_ROW, LIMITS, MULTIPLE, PRODUCTS, RECIPES, SOURCES
@@ -33,7 +33,7 @@ _WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def operands_of(op: object) -> Operands | None:
-    """The operands of a product that float8 can be asked for; None for other ops."""
+    """Returns the operands of a product that float8 supports, or None for other ops."""
     return PRODUCTS.get(qualified_name(op)) if isinstance(op, OpOverload) else None
 
 
@@ -45,20 +45,20 @@ def why_not_float8(
     *,
     has_rows_of_outputs: bool,
 ) -> str:
-    """Returns why a product stays in the low dtype; an empty string if it runs in float8.
+    """Returns the reason why a product cannot run in float8, or an empty string if it can.
 
     Args:
         call: A call of an op of ``PRODUCTS``, with real or fake tensors.
-        weight: Its weight as it is stored.
-        low_dtype: The dtype of the region.
-        settings: Those of the policy.
-        has_rows_of_outputs: Whether the weight as it is stored is ``[outputs, inputs]``.
+        weight: The stored weight.
+        low_dtype: The dtype of the autocast region.
+        settings: The float8 settings of the policy.
+        has_rows_of_outputs: True if the stored weight is ``[outputs, inputs]``.
     """
     operands, bound = PRODUCTS[qualified_name(call[0])], bind(*call)
-    given: torch.Tensor = bound[operands.input]
+    x: torch.Tensor = bound[operands.input]
     if low_dtype is not torch.bfloat16:
-        return f"float8 products give bfloat16, and the region's dtype is {dtype_name(low_dtype)}"
-    if why := why_no_float8(given.device):
+        return f"float8 products return bfloat16, but the region's dtype is {dtype_name(low_dtype)}"
+    if why := why_no_float8(x.device):
         return why
     if weight.layout is not torch.strided or _is_foreign(weight):
         return f"the weight is a {type(weight).__name__} with layout {weight.layout}"
@@ -68,12 +68,12 @@ def why_not_float8(
         return why
     if any(bound.get(name, 1) != 1 for name in ("alpha", "beta")):
         return "alpha and beta are not 1"
-    if any(size == 0 for size in given.shape if isinstance(size, int)):
+    if any(size == 0 for size in x.shape if isinstance(size, int)):
         return "the batch is empty"
-    part = _part_of_each_process(weight)
-    if part is None:
-        return "the processes have different parts of the weight"
-    rows, columns = part
+    local_sizes = _local_sizes(weight)
+    if local_sizes is None:
+        return "the shards of the weight have different sizes"
+    rows, columns = local_sizes
     num_out, num_in = (rows, columns) if has_rows_of_outputs else (columns, rows)
     return _why_not_of_sizes(num_out, num_in, settings)
 
@@ -81,33 +81,33 @@ def why_not_float8(
 def _why_not_of_experts(
     operands: Operands, bound: dict[str, Any], weight: torch.Tensor, settings: Float8
 ) -> str:
-    """The reason that holds for products with one weight per expert, or with no such weight."""
-    given, offsets = bound[operands.input], bound.get(operands.offsets)
-    is_batched = given.dim() == 3 and given.shape[0] == weight.shape[0] and offsets is None
-    is_grouped = given.dim() == 2 and offsets is not None
+    """Returns the reason why a product with one weight per expert cannot run in float8."""
+    x, offsets = bound[operands.input], bound.get(operands.offsets)
+    is_batched = x.dim() == 3 and x.shape[0] == weight.shape[0] and offsets is None
+    is_grouped = x.dim() == 2 and offsets is not None
     if weight.dim() == 2 and not operands.offsets:
         return ""
     if weight.dim() != 3 or not (is_batched or is_grouped):
-        return f"the weight has {weight.dim()} dimensions, and the input {given.dim()}"
+        return f"the weight has {weight.dim()} dimensions, and the input {x.dim()}"
     if why := why_no_float8_experts(weight.device):
         return f"it is a product of experts, and {why}"
     if settings.recipe != "rowwise":
-        return f"products of experts have the recipe rowwise, not {settings.recipe}"
+        return f"products of experts require the recipe rowwise, not {settings.recipe}"
     has_bias = bool(operands.offsets) and bound.get("bias") is not None
     if has_bias or bound.get("out_dtype") not in (None, torch.bfloat16):
-        return "torch._scaled_grouped_mm gives bfloat16, without a bias"
+        return "torch._scaled_grouped_mm returns bfloat16 and has no bias"
     return ""
 
 
 def _is_foreign(weight: torch.Tensor) -> bool:
     plain = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-    return type(weight) not in plain and not (is_spread(weight) and weight.dim() == 2)
+    return type(weight) not in plain and not (is_dtensor(weight) and weight.dim() == 2)
 
 
-def _part_of_each_process(weight: Any) -> tuple[int, int] | None:
-    """Rows and columns that every process has of a matrix; None if they have different ones."""
+def _local_sizes(weight: Any) -> tuple[int, int] | None:
+    """Returns the local rows and columns of a matrix, or None if they differ between ranks."""
     sizes = list(weight.shape)
-    for dim, placement in enumerate(weight.placements if is_spread(weight) else ()):
+    for dim, placement in enumerate(weight.placements if is_dtensor(weight) else ()):
         if placement.is_shard():
             sizes[placement.dim], rest = divmod(sizes[placement.dim], weight.device_mesh.size(dim))
             if rest:
@@ -116,31 +116,31 @@ def _part_of_each_process(weight: Any) -> tuple[int, int] | None:
 
 
 def _why_not_of_sizes(num_out: int, num_in: int, settings: Float8) -> str:
-    for what, size, least in (
+    for name, size, least in (
         ("outputs", num_out, settings.least_out),
         ("inputs", num_in, settings.least_in),
     ):
         if size % MULTIPLE or not size:
-            return f"its {size} {what} are not a multiple of {MULTIPLE}"
+            return f"its {size} {name} are not a multiple of {MULTIPLE}"
         if size < least:
-            return f"its {size} {what} are fewer than {least}"
+            return f"its {size} {name} are fewer than {least}"
     return ""
 
 
 def quantize(
     tensor: torch.Tensor, scaling: Scaling, dim: int, *, has_power_of_two_scales: bool
 ) -> Quantized:
-    """Quantizes a tensor with scales that bring its largest elements to the dtype's limit.
+    """Quantizes a tensor with scales that map its largest elements to the maximum of the dtype.
 
     Args:
-        tensor: A matrix, or more of them.
-        scaling: The dtype, and how many scales.
-        dim: The dimension that the product sums over.
-        has_power_of_two_scales: Whether scales are rounded down to powers of two.
+        tensor: A matrix or a batch of matrices.
+        scaling: The float8 dtype, and the granularity of scales.
+        dim: The dimension over which the product sums.
+        has_power_of_two_scales: If True, scales are rounded down to powers of two.
 
     Returns:
-        The data, and the float32 factors that undo the scales: one, or one for each index of the
-        other dimensions.
+        The float8 data, and the float32 factors that undo the scales: one for the tensor, or one
+        for each index of the other dimensions.
     """
     magnitude = tensor.abs()
     largest = magnitude.amax(dim, keepdim=True) if scaling.is_by_row else magnitude.max()
@@ -168,13 +168,13 @@ def _float8_weight(
     is_back: bool,
     source: str = "stored",
 ) -> Quantized:
-    matrix, found, dtype = weight.detach(), RECIPES[recipe], SOURCES[source]
+    matrix, settings, dtype = weight.detach(), RECIPES[recipe], SOURCES[source]
     if dtype is not None and matrix.dtype != dtype:
         matrix = round_to(matrix, dtype)
     matrix = matrix if has_rows_of_outputs else matrix.mT
-    scaling, dim = (found.weight_back, -2) if is_back else (found.forward, -1)
+    scaling, dim = (settings.weight_back, -2) if is_back else (settings.forward, -1)
     data, factors = quantize(
-        matrix, scaling, dim, has_power_of_two_scales=found.has_power_of_two_scales
+        matrix, scaling, dim, has_power_of_two_scales=settings.has_power_of_two_scales
     )
     return (data.mT if is_back else data).contiguous(), factors
 
@@ -182,17 +182,17 @@ def _float8_weight(
 def _scaled_product(
     left: Quantized, right: Quantized, dtype: torch.dtype, *, is_fast: bool = False
 ) -> torch.Tensor:
-    """The product of two quantized matrices.
+    """Multiplies two quantized matrices.
 
     Args:
-        left: ``[rows, inner]``, with one factor or ``[rows, 1]``.
-        right: ``[inner, columns]``, with one factor or ``[1, columns]``.
-        dtype: Of the result.
-        is_fast: Whether GPUs may add up in fewer bits.
+        left: ``[rows, inner]``, with one factor or factors of shape ``[rows, 1]``.
+        right: ``[inner, columns]``, with one factor or factors of shape ``[1, columns]``.
+        dtype: The dtype of the result.
+        is_fast: If True, GPUs may accumulate in fewer bits (``use_fast_accum``).
     """
     (a, a_factors), (b, b_factors) = left, right
-    if is_spread(a):
-        return _spread_product(left, right, dtype, is_fast)
+    if is_dtensor(a):
+        return _dtensor_product(left, right, dtype, is_fast)
     a = a if a.stride(-1) == 1 else a.contiguous()
     b = b if b.stride(0) == 1 else b.t().contiguous().t()
     if a_factors.dim() != b_factors.dim():
@@ -202,18 +202,18 @@ def _scaled_product(
         return scaled_mm(
             a, b, scale_a=a_factors, scale_b=b_factors, out_dtype=dtype, use_fast_accum=is_fast
         )
-    # By rows, kernels that add up in full are slow: the factors come behind the product.
+    # Rowwise kernels without fast accumulation are slow: multiply the factors after the product.
     one = a_factors.new_ones(())
     product = scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=dtype)
     return product.mul_(a_factors * b_factors)
 
 
-def _spread_product(left: Any, right: Any, dtype: torch.dtype, is_fast: bool) -> torch.Tensor:
-    """The product of DTensors: each process multiplies its parts.
+def _dtensor_product(left: Any, right: Any, dtype: torch.dtype, is_fast: bool) -> torch.Tensor:
+    """Multiplies quantized DTensors; each rank multiplies its shards.
 
-    Scales are those of the whole tensors, so that the processes have the quantized numbers of one
-    that has all. Torch's own rule for ``_scaled_mm`` gathers data in float8, which not every
-    process group can.
+    Scales are computed from the full tensors, so that shards are quantized like the full tensors.
+    torch's sharding rule for ``_scaled_mm`` gathers float8 data, which some process groups do not
+    support.
     """
     from torch.distributed.tensor import DTensor, Replicate
 
@@ -221,19 +221,19 @@ def _spread_product(left: Any, right: Any, dtype: torch.dtype, is_fast: bool) ->
     mesh, pairs = a.device_mesh, zip(a.placements, b.placements, strict=True)
     of_a, of_b, of_result = zip(*[_placements_of_product(*pair) for pair in pairs], strict=True)
 
-    def part(tensor: Any, placements: Any) -> torch.Tensor:
-        mine: torch.Tensor = tensor.redistribute(mesh, placements).to_local()
-        return mine
+    def local_shard(tensor: Any, placements: Any) -> torch.Tensor:
+        shard: torch.Tensor = tensor.redistribute(mesh, placements).to_local()
+        return shard
 
-    def factors(tensor: Any, placements: Any, dim: int) -> torch.Tensor:
-        """Redistributes factors as the data are, where those are sharded by rows or columns."""
+    def local_factors(tensor: Any, placements: Any, dim: int) -> torch.Tensor:
+        """Redistributes factors like the data if the data are sharded by rows or columns."""
         has_dim = tensor.dim() > 0
-        places = [p if has_dim and p.is_shard(dim) else Replicate() for p in placements]
-        return part(tensor, places)
+        sharded = [p if has_dim and p.is_shard(dim) else Replicate() for p in placements]
+        return local_shard(tensor, sharded)
 
     product = _scaled_product(
-        (part(a, of_a), factors(a_factors, of_a, 0)),
-        (part(b, of_b), factors(b_factors, of_b, 1)),
+        (local_shard(a, of_a), local_factors(a_factors, of_a, 0)),
+        (local_shard(b, of_b), local_factors(b_factors, of_b, 1)),
         dtype,
         is_fast=is_fast,
     )
@@ -245,10 +245,10 @@ def _spread_product(left: Any, right: Any, dtype: torch.dtype, is_fast: bool) ->
 
 
 def _placements_of_product(a: Any, b: Any) -> tuple[Any, Any, Any]:
-    """Returns placements for two matrices and their product over one dimension of a mesh."""
+    """Returns the placements of two matrices and of their product on one mesh dimension."""
     from torch.distributed.tensor import Partial, Replicate, Shard
 
-    if b.is_shard(0) or (a.is_shard(1) and not b.is_shard(1)):  # what is summed over
+    if b.is_shard(0) or (a.is_shard(1) and not b.is_shard(1)):  # the dimension of the sum
         return Shard(1), Shard(0), Partial()
     if b.is_shard(1):
         return Replicate(), b, Shard(1)
@@ -262,15 +262,15 @@ def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
 class _Float8Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: Any, recipe: str, *weights: Any) -> torch.Tensor:
-        found = RECIPES[recipe]
-        is_rounded = found.has_power_of_two_scales
-        # As in torchao, it is quantized as it comes: in rows, inductor would fuse other ops.
-        quantized = quantize(x, found.forward, -1, has_power_of_two_scales=is_rounded)
+        settings = RECIPES[recipe]
+        is_rounded = settings.has_power_of_two_scales
+        # As in torchao, quantize before the reshape to rows: inductor fuses other ops otherwise.
+        quantized = quantize(x, settings.forward, -1, has_power_of_two_scales=is_rounded)
         data, factors, *back, has_rows_of_outputs = weights
-        ctx.recipe, ctx.shape, ctx.has_rows_of_outputs = found, x.shape, has_rows_of_outputs
+        ctx.recipe, ctx.shape, ctx.has_rows_of_outputs = settings, x.shape, has_rows_of_outputs
         ctx.weight_dtype = None if weight is None else weight.dtype
-        # One scale serves both products that read the input: its quantized form is saved.
-        is_shared = found.has_float8_weight_grads and not found.forward.is_by_row
+        # With one scale, the product of the backward can read the same quantized input: save it.
+        is_shared = settings.has_float8_weight_grads and not settings.forward.is_by_row
         saved: Sequence[Any] = (None, None)
         if weight is not None and ctx.needs_input_grad[1]:
             saved = quantized if is_shared else (x, None)
@@ -305,37 +305,37 @@ class _Float8Product(torch.autograd.Function):
 def _weight_grad(
     recipe: Any, grad: torch.Tensor, quantized: Quantized, data: torch.Tensor, factors: Any
 ) -> torch.Tensor:
-    """The gradient of a weight as a product in float8."""
+    """Computes the gradient of a weight as a product in float8."""
     left, right = quantized, (data, factors)
     if factors is None:
         is_rounded = recipe.has_power_of_two_scales
         left = quantize(grad, recipe.grad, 0, has_power_of_two_scales=is_rounded)
         right = quantize(data, recipe.forward, 0, has_power_of_two_scales=is_rounded)
-    left = _filled_up(left[0]).t(), left[1].t() if left[1].dim() else left[1]
-    return _scaled_product(left, (_filled_up(right[0]), right[1]), grad.dtype)
+    left = _pad_rows(left[0]).t(), left[1].t() if left[1].dim() else left[1]
+    return _scaled_product(left, (_pad_rows(right[0]), right[1]), grad.dtype)
 
 
-def _filled_up(data: torch.Tensor) -> torch.Tensor:
-    """Adds rows of zeros up to a multiple of 16: GPUs need them, and sums do not notice."""
+def _pad_rows(data: torch.Tensor) -> torch.Tensor:
+    """Pads the rows with zeros to a multiple of 16, which GPUs require; sums do not change."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     num_rows = data.shape[-2]
-    # One row turned is a column, whose strides inductor does not let anybody choose.
+    # A single row is padded on the CPU, too: inductor chooses the strides of a transposed row.
     if data.device.type == "cpu" and data.dim() == 2 and not statically_known_true(num_rows == 1):
         return data
     if statically_known_true(num_rows % MULTIPLE == 0):
         return data
     missing = -num_rows % MULTIPLE
-    filled = torch.nn.functional.pad(data.view(torch.uint8), (0, 0, 0, missing))
-    return filled.view(data.dtype)
+    padded = torch.nn.functional.pad(data.view(torch.uint8), (0, 0, 0, missing))
+    return padded.view(data.dtype)
 
 
 class _Float8Experts(torch.autograd.Function):
-    """Products with a weight per expert, ``[experts, outputs, inputs]``, by the recipe rowwise.
+    """Products with one weight per expert, ``[experts, outputs, inputs]``, in the recipe rowwise.
 
-    The numbers are those of torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm``. Without offsets
-    the input is ``[experts, rows, inputs]``. With them it is ``[rows, inputs]``, and they say
-    where the rows of each expert end.
+    Results equal those of torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm``. Without offsets,
+    the input is ``[experts, rows, inputs]``. With offsets, it is ``[rows, inputs]``, and the
+    offsets are the ends of the rows of each expert.
     """
 
     @staticmethod
@@ -368,12 +368,13 @@ def _by_row(tensor: torch.Tensor, dim: int = -1) -> Quantized:
 
 
 def _grouped_product(left: Quantized, right: Quantized, offsets: Any) -> torch.Tensor:
-    """The products of experts.
+    """Computes the products of all experts.
 
     Args:
-        left: ``[rows, inner]``, perhaps of each expert, with factors of its rows.
-        right: ``[inner, columns]``, perhaps of each expert, with factors of its columns.
-        offsets: Where the rows of each expert end, or what it sums over, if both are matrices.
+        left: ``[rows, inner]`` or ``[experts, rows, inner]``, with one factor per row.
+        right: ``[inner, columns]`` or ``[experts, inner, columns]``, with one factor per column.
+        offsets: The ends of the rows of each expert. If both operands are matrices, the ends of the
+            inner dimension of each expert.
     """
     (a, a_factors), (b, b_factors) = left, right
     return scaled_grouped_mm(
@@ -390,39 +391,39 @@ def _grouped_product(left: Quantized, right: Quantized, offsets: Any) -> torch.T
 def _columns_of_experts(
     tensors: tuple[torch.Tensor, torch.Tensor], offsets: torch.Tensor | None
 ) -> tuple[list[Quantized], torch.Tensor | None]:
-    """Quantizes columns, of each expert, and fills its rows up to a multiple of 16 with zeros.
+    """Quantizes the columns of each expert, and pads its rows with zeros to a multiple of 16.
 
     Args:
         tensors: ``[experts, rows, columns]``, or ``[rows, columns]`` with offsets.
-        offsets: Where the rows of each expert end.
+        offsets: The ends of the rows of each expert.
 
     Returns:
-        The data with the factors of each expert's columns, and where rows end now.
+        The data with factors for each expert's columns, and the ends of the padded rows.
     """
     if offsets is None:
         pairs = [_by_row(tensor, -2) for tensor in tensors]
-        return [(_filled_up(data), factors) for data, factors in pairs], None
+        return [(_pad_rows(data), factors) for data, factors in pairs], None
     num_rows, num_experts = tensors[0].shape[0], offsets.shape[0]
     rows = torch.arange(num_rows, device=offsets.device)
     expert = torch.searchsorted(offsets, rows, right=True)
     sizes = offsets.diff(prepend=offsets.new_zeros(1))
     missing = (-sizes) % MULTIPLE
     ends = (sizes + missing).cumsum(0)
-    # Rows behind the last expert's belong to nobody: they go to one place behind all others.
+    # Rows after those of the last expert belong to no expert: all are copied to the last row.
     size = num_rows + (-num_rows) % MULTIPLE + MULTIPLE * num_experts
     shifts = missing.cumsum(0) - missing
-    places = rows + shifts[expert.clamp(max=num_experts - 1)]
-    places = torch.where(expert < num_experts, places, size - 1)
-    found = []
+    targets = rows + shifts[expert.clamp(max=num_experts - 1)]
+    targets = torch.where(expert < num_experts, targets, size - 1)
+    quantized = []
     for tensor in tensors:
         largest = tensor.new_zeros(num_experts + 1, tensor.shape[1])
         index = expert[:, None].expand_as(tensor)
         largest = largest.scatter_reduce(0, index, tensor.abs(), "amax")
         scale = _scales(largest, BY_ROW, True)
         data = _scaled(tensor, scale[expert], BY_ROW).view(torch.uint8)
-        filled = data.new_zeros(size, data.shape[1]).index_copy(0, places, data)
-        found.append((filled.view(BY_ROW.dtype), scale[:-1].reciprocal()))
-    return found, ends.to(torch.int32)
+        padded = data.new_zeros(size, data.shape[1]).index_copy(0, targets, data)
+        quantized.append((padded.view(BY_ROW.dtype), scale[:-1].reciprocal()))
+    return quantized, ends.to(torch.int32)
 
 
 def _float8_product(
@@ -437,14 +438,14 @@ def _float8_product(
     offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     weights = data, factors, data_back, factors_back, has_rows_of_outputs
-    function, how = (_Float8Product, recipe) if data.dim() == 2 else (_Float8Experts, offsets)
+    function, setting = (_Float8Product, recipe) if data.dim() == 2 else (_Float8Experts, offsets)
     skip_frames_of(function, _float8_product)
-    result: torch.Tensor = function.apply(x, weight, how, *weights)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = function.apply(x, weight, setting, *weights)  # type: ignore[no-untyped-call]
     return result
 
 
 _library = torch.library.Library("amp_fx", "FRAGMENT")  # type: ignore[no-untyped-call]
-_COMPOSITE = "CompositeImplicitAutograd"  # traced through: compiled graphs hold neither op
+_COMPOSITE = "CompositeImplicitAutograd"  # decomposed: compiled graphs contain neither op
 
 _library.define(
     "float8_weight(Tensor weight, str recipe, bool has_rows_of_outputs, bool is_back,"
@@ -459,52 +460,55 @@ _library.define(
 _library.impl("float8_product", _float8_product, _COMPOSITE)  # type: ignore[no-untyped-call]
 
 float8_weight = torch.ops.amp_fx.float8_weight.default
-"""Quantizes a weight: the data with the factors that undo the scales.
+"""Quantizes a weight; returns the data and the factors that undo the scales.
 
-The data are ``[outputs, inputs]`` for the product itself, and ``[inputs, outputs]`` for the
-gradient of its input (``is_back``), so that no call lays them out anew.
+The data are ``[outputs, inputs]`` for the product, and ``[inputs, outputs]`` for the gradient of
+the input (``is_back``), so that no call has to transpose them.
 """
 
 float8_product = torch.ops.amp_fx.float8_product.default
-"""The product of an input in the low dtype with a quantized weight; differentiable.
+"""Multiplies an input in the low dtype with a quantized weight; differentiable.
 
-``weight`` is the weight itself, which its gradient goes to; None if it needs none. ``offsets``
-says where the rows of each expert end, if there is a weight for each.
+``weight`` is the original weight, which receives the gradient, or None if it needs no gradient.
+``offsets`` are the ends of the rows of each expert, if there is one weight per expert.
 """
 
 
 def weight_of(call: Call) -> tuple[torch.Tensor | None, bool]:
-    """The weight of a product, a parameter or a transposed one, and if its rows are outputs."""
+    """Returns the parameter that is the weight of a product, and True if its rows are outputs.
+
+    The argument of the call may also be the transposed parameter.
+    """
     operands = PRODUCTS[qualified_name(call[0])]
-    given, has_rows = bind(*call)[operands.weight], operands.has_rows_of_outputs
-    if isinstance(given, torch.nn.Parameter):
-        return given, has_rows
-    base = turned_base(given)
+    argument, has_rows = bind(*call)[operands.weight], operands.has_rows_of_outputs
+    if isinstance(argument, torch.nn.Parameter):
+        return argument, has_rows
+    base = transposed_base(argument)
     return (base, not has_rows) if isinstance(base, torch.nn.Parameter) else (None, has_rows)
 
 
-def turned_base(given: torch.Tensor) -> torch.Tensor | None:
-    """The matrix, or matrices, that a tensor is the transposed view of; None for others."""
-    base = given._base if given._is_view() else None
+def transposed_base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns the base of a tensor if the tensor is its transpose (``mT``), otherwise None."""
+    base = tensor._base if tensor._is_view() else None
     if base is None or base.dim() not in (2, 3):
         return None
-    turned = base.mT
-    is_turned = (given.shape, given.stride()) == (turned.shape, turned.stride())
-    is_same = is_turned and given.storage_offset() == base.storage_offset()
-    is_differentiable = not torch.is_grad_enabled() or given.requires_grad == base.requires_grad
+    transposed = base.mT
+    is_transpose = (tensor.shape, tensor.stride()) == (transposed.shape, transposed.stride())
+    is_same = is_transpose and tensor.storage_offset() == base.storage_offset()
+    is_differentiable = not torch.is_grad_enabled() or tensor.requires_grad == base.requires_grad
     return base if is_same and is_differentiable else None
 
 
 def run_float8(
     call: Call, weight: torch.Tensor, settings: Float8, *, has_rows_of_outputs: bool
 ) -> torch.Tensor:
-    """Runs a product in float8, in eager code.
+    """Computes a product in float8 in eager code.
 
     Args:
         call: The call with its inputs in the low dtype.
-        weight: Its weight as it is stored.
-        settings: Those of the policy.
-        has_rows_of_outputs: Whether the weight is ``[outputs, inputs]``.
+        weight: The stored weight.
+        settings: The float8 settings of the policy.
+        has_rows_of_outputs: True if the weight is ``[outputs, inputs]``.
     """
     recipe, source = settings.recipe, settings.source
     operands, bound = PRODUCTS[qualified_name(call[0])], bind(*call)
@@ -512,12 +516,14 @@ def run_float8(
     offsets = bound.get(operands.offsets)
     has_gradient = torch.is_grad_enabled()
     is_back = has_gradient and x.requires_grad
-    own = weight if has_gradient and weight.requires_grad else None
+    differentiable_weight = weight if has_gradient and weight.requires_grad else None
 
     def run() -> torch.Tensor:
         quantized = float8_weight(weight, recipe, has_rows, False, source)
         back = float8_weight(weight, recipe, has_rows, True, source) if is_back else (None, None)
-        result: torch.Tensor = float8_product(x, own, recipe, *quantized, *back, has_rows, offsets)
+        result: torch.Tensor = float8_product(
+            x, differentiable_weight, recipe, *quantized, *back, has_rows, offsets
+        )
         return result
 
     mode: Any = current_dispatch_mode()

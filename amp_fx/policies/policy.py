@@ -1,4 +1,4 @@
-"""Policies: op tables under a name, and what a user changes on top of them."""
+"""The ``Policy`` class, which holds the cast policies of all ops, and the presets."""
 
 from __future__ import annotations
 
@@ -49,26 +49,26 @@ _FLOAT8 = Float8()
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Policy:
-    """Op tables per device type, and changes to them; immutable.
+    """The cast policy of each op, per device type, and overrides; immutable.
 
-    Policies are equal, and hash alike, if their contents are: the name is a label. The methods
-    ``with_*`` return a copy. Of what they lay down, later beats earlier; what holds for a
-    module beats what holds for an op, and a rule beats both.
+    Policies compare and hash by content; ``name`` is ignored. The methods ``with_*`` return a copy.
+    Later overrides win over earlier ones. Module overrides win over op overrides, and rules win
+    over both.
 
     Attributes:
-        name: What to call it; a preset's name, for one.
-        tables: By device type, the cast policy of each op by its qualified overload name
-            (``"aten::softmax.int"``; the default overload has no suffix), ``ops`` included.
-            Copied.
-        ops: What ``with_ops`` laid down, in order.
-        modules: What ``with_modules`` laid down, in order.
-        args: What ``with_args`` laid down, in order.
-        rules: What ``with_rule`` laid down, in order.
-        dtypes: By device type the low dtype of regions that name none.
-        float8: How products run that are treated as ``"float8"``.
+        name: The name of the policy, such as that of a preset.
+        tables: For each device type, the cast policy of each op by qualified overload name
+            (``"aten::softmax.int"``; the default overload has no suffix), with ``ops`` applied.
+            The tables are copied.
+        ops: The overrides of ``with_ops``, in order.
+        modules: The overrides of ``with_modules``, in order.
+        args: The overrides of ``with_args``, in order.
+        rules: The rules of ``with_rule``, in order.
+        dtypes: For each device type, the low dtype of autocast regions without a ``dtype``.
+        float8: The settings of products with the policy ``"float8"``.
 
     Raises:
-        PolicyError: A name is not qualified, or a policy is not a ``CastPolicy``.
+        PolicyError: The name of an op is not qualified, or a policy is not a ``CastPolicy``.
     """
 
     name: str = dataclasses.field(compare=False)
@@ -81,7 +81,7 @@ class Policy:
     float8: Float8 = _FLOAT8
 
     def __post_init__(self) -> None:
-        """Checks the entries and replaces the tables by read-only copies."""
+        """Checks the entries and replaces the tables with read-only copies."""
         copies = {device_type: _read_only(table) for device_type, table in self.tables.items()}
         object.__setattr__(self, "tables", types.MappingProxyType(copies))
 
@@ -89,37 +89,36 @@ class Policy:
     def default(
         cls, device_type: str | None = None, dtype: torch.dtype | str | None = None
     ) -> Policy:
-        """The policy of ``torch.autocast`` in the installed torch: ``preset("torch")``.
+        """Returns the policy of ``torch.autocast`` in the installed torch, ``preset("torch")``.
 
         Args:
-            device_type: What ``dtype`` is for; None for all. The tables of the other device
-                types are there as well.
-            dtype: The low dtype of regions that name none, or its name.
+            device_type: The device type to which ``dtype`` applies; None for all device types. The
+                policy has the tables of all device types in either case.
+            dtype: The low dtype of autocast regions without a ``dtype``, or its name.
 
         Raises:
-            PolicyError: There is no table for the device type, or the dtype is not one to
-                autocast to.
+            PolicyError: The device type has no table, or autocast does not support the dtype.
         """
         policy = preset("torch")
         if device_type is not None and device_type not in policy.tables:
             allowed = ", ".join(policy.tables)
-            raise PolicyError(f"{device_type!r} has no table; the tables are for {allowed}")
+            raise PolicyError(f"expected device_type to be one of {allowed}, got {device_type!r}")
         return policy if dtype is None else policy.with_dtype(dtype, device_type)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, trusted: bool | Iterable[str] = False) -> Policy:
-        """Reads a policy file, as ``save`` writes it; see ``amp_fx.policies.saved``.
+        """Reads a policy file (``amp_fx.policies.saved.load`` describes the format).
 
         Args:
-            path: Of the file.
-            trusted: Whether the file may name rules, which are functions that will be called,
-                and classes whose modules have to be imported, which runs them. True allows all,
-                a list of modules those and what is inside of them. Classes of modules that are
-                imported already need no trust.
+            path: The path of the file.
+            trusted: The names that the file may import: True for all, or a list of modules, which
+                include their submodules. Importing a class runs the code of its module, and rules
+                are functions that are called. Classes in modules that are already imported do not
+                need to be trusted.
 
         Raises:
-            PolicyError: The file cannot be read, or an entry is wrong or not trusted; names line
-                and key.
+            PolicyError: The file cannot be read, or an entry is invalid or not trusted. The message
+                contains the line and the key.
         """
         from amp_fx.policies.saved import load
 
@@ -127,44 +126,44 @@ class Policy:
 
     @classmethod
     def loads(cls, text: str, *, trusted: bool | Iterable[str] = False) -> Policy:
-        """Reads the text of a policy file: what ``str`` gives of a policy.
+        """Reads the text of a policy file, such as ``str(policy)``.
 
         Args:
-            text: Of the file.
+            text: The text of the file.
             trusted: As for ``load``.
 
         Raises:
-            PolicyError: An entry is wrong or not trusted; names line and key.
+            PolicyError: An entry is invalid or not trusted. The message contains the line and the
+                key.
         """
         from amp_fx.policies.saved import loads
 
         return loads(text, trusted=trusted)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a policy file: the preset that this one starts from, and the changes.
+        """Writes a policy file, with the preset on which the policy is based, and the overrides.
 
         Raises:
-            PolicyError: A rule or a class of modules cannot be imported by name, so that a
-                file cannot tell of it.
+            PolicyError: A rule or a module class cannot be imported by name.
         """
         from amp_fx.policies.saved import save
 
         save(self, path)
 
     def rule(self, op: OpOverload, device_type: str) -> CastPolicy | None:
-        """The policy of one op overload on one device type; None if it has none.
+        """Returns the cast policy of an op overload on a device type, or None without one.
 
-        That is what holds outside of the modules named by ``with_modules``, where no rule says
-        otherwise. A device type without a table, such as a new accelerator, has no policies.
+        Module overrides and rules are not applied. A device type without a table, such as a new
+        accelerator, has no cast policies.
         """
         table = self.tables.get(device_type)
         return None if table is None else table.get(op.name())  # type: ignore[no-untyped-call]
 
     def for_modules(self, stack: ModuleStack) -> Policy:
-        """This policy as it holds inside of some modules, wherever it is asked.
+        """Returns a policy that is evaluated as if inside the given modules.
 
-        A compiled graph is inside of no module when it runs: what holds for the modules around is
-        laid down for all, and rules are told of these.
+        A compiled graph does not run inside modules. The overrides for the given modules therefore
+        apply to all modules of the copy, and rules get the path of the innermost given module.
         """
         if not self.resolver.depends_on_module:
             return self
@@ -177,30 +176,33 @@ class Policy:
 
     @functools.cached_property
     def resolver(self) -> Resolver:
-        """Finds how one call is treated, and why."""
+        """Returns the object that selects the cast policy of each call."""
         return Resolver(self)
 
     def low_dtype(self, device_type: str) -> torch.dtype | None:
-        """The low dtype of regions that name none; None leaves it to ``torch.autocast``."""
+        """Returns the low dtype of autocast regions without a ``dtype``.
+
+        Returns None if ``torch.autocast`` selects it.
+        """
         return dict(self.dtypes).get(device_type)
 
     def with_dtype(self, dtype: torch.dtype | str, device_type: str | None = None) -> Policy:
-        """A copy with another low dtype for regions that name none.
+        """Returns a copy with another low dtype for autocast regions without a ``dtype``.
 
         Args:
-            dtype: ``torch.bfloat16`` or ``torch.float16``, or a name of one (``"bf16"``).
-            device_type: What it is for; None for all that have a table.
+            dtype: ``torch.bfloat16`` or ``torch.float16``, or the name of one (``"bf16"``).
+            device_type: The device type to which it applies; None for all that have a table.
 
         Raises:
-            PolicyError: It is not a dtype to autocast to.
+            PolicyError: Autocast does not support the dtype.
         """
-        found = as_dtype(dtype)
-        if found is None or not is_low(found):
+        low_dtype = as_dtype(dtype)
+        if low_dtype is None or not is_low(low_dtype):
             raise PolicyError(
-                f"dtype={dtype!r} is not one to autocast to: torch.bfloat16 or torch.float16"
+                f"expected dtype to be torch.bfloat16 or torch.float16, got {dtype!r}"
             )
         devices = self.tables if device_type is None else (device_type,)
-        dtypes = dict(self.dtypes) | dict.fromkeys(devices, found)
+        dtypes = dict(self.dtypes) | dict.fromkeys(devices, low_dtype)
         return dataclasses.replace(self, dtypes=tuple(sorted(dtypes.items(), key=str)))
 
     def with_float8(
@@ -211,116 +213,118 @@ class Policy:
         least_out: int | None = None,
         source: str | None = None,
     ) -> Policy:
-        """A copy that runs products otherwise that are treated as ``"float8"``.
+        """Returns a copy with other settings for products with the policy ``"float8"``.
 
         Args:
             recipe: ``"tensorwise"``, ``"rowwise"`` or ``"rowwise-gw-hp"``.
-            least_in: Products that sum over fewer elements stay in the low dtype.
-            least_out: Products with fewer outputs stay in the low dtype.
-            source: ``"stored"`` quantizes weights as they are stored, ``"bfloat16"`` after rounding
-                them to bfloat16: a rollout engine that loads a bfloat16 checkpoint then quantizes
-                the same numbers.
+            least_in: Products that sum over fewer elements use the low dtype.
+            least_out: Products with fewer outputs use the low dtype.
+            source: ``"stored"`` quantizes weights as stored. ``"bfloat16"`` rounds them to bfloat16
+                first, so that a rollout engine that loads a bfloat16 checkpoint quantizes the same
+                numbers.
 
         Raises:
-            PolicyError: There is no such recipe or source, or a size is no positive integer.
+            PolicyError: The recipe or source is unknown, or a size is not a positive integer.
         """
         given = {"recipe": recipe, "least_in": least_in, "least_out": least_out, "source": source}
         changed: dict[str, Any] = {k: value for k, value in given.items() if value is not None}
         for name, allowed in (("recipe", RECIPES), ("source", SOURCES)):
             value = changed.get(name)
             if value is not None and value not in tuple(allowed):
-                meant = did_you_mean(value, allowed)
-                raise PolicyError(f"{name}={value!r} is not one of {', '.join(allowed)}{meant}")
+                suggestion = did_you_mean(value, allowed)
+                raise PolicyError(
+                    f"expected {name} to be one of {', '.join(allowed)}, got {value!r}{suggestion}"
+                )
         for name in ("least_in", "least_out"):
             size = changed.get(name, 1)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise PolicyError(f"{name}={size!r} is not a positive integer")
+                raise PolicyError(f"expected {name} to be a positive integer, got {size!r}")
         return dataclasses.replace(self, float8=dataclasses.replace(self.float8, **changed))
 
     def with_ops(self, policies: Mapping[Any, Treatment]) -> Policy:
-        """A copy that casts some ops otherwise, on all device types.
+        """Returns a copy with other cast policies for some ops, on all device types.
 
         Args:
-            policies: By op: a packet (``"softmax"``: all its overloads that can take the
-                policy), an overload (``"aten::softmax.int"``) or a glob (``"linalg_*"``), with
-                or without ``aten::``; ``"mylib::op"`` for one of a library's own, which must be
-                imported before; or the op itself (``torch.ops.aten.softmax``, what
-                ``torch.library.custom_op`` returns). A name wins over a glob.
+            policies: Cast policies by op. An op is a packet (``"softmax"``, all overloads that
+                support the policy), an overload (``"aten::softmax.int"``) or a glob
+                (``"linalg_*"``), with or without ``aten::``; ``"mylib::op"`` for a custom op, whose
+                library must be imported before; or the op itself (``torch.ops.aten.softmax``, or
+                the result of ``torch.library.custom_op``). Names win over globs.
 
         Raises:
-            PolicyError: An op or a policy is unknown (suggests similar names), an op is named
-                twice with different policies, or an op cannot take its policy.
+            PolicyError: An op or a policy is unknown (the message suggests similar names), an op is
+                given twice with different policies, or an op does not support its policy.
         """
         added = op_overrides(policies, self._listed())
         tables = {device: with_changes(table, added) for device, table in self.tables.items()}
         return dataclasses.replace(self, tables=tables, ops=(*self.ops, *added))
 
     def with_modules(self, policies: Mapping[Any, ModulePolicy]) -> Policy:
-        """A copy that casts the ops inside of some modules otherwise.
+        """Returns a copy with other cast policies for the ops in some modules.
 
         Args:
-            policies: By module: a glob for the path from the compiled module
-                (``"decoder.*.norm"``; ``*`` also spans dots), a compiled regular expression
-                or ``"re:..."`` for the whole path, or a class, which its subclasses belong to.
-                Modules inside belong to a module too. It holds for all ops that make new
-                tensors (``treatment``): one of ``lower_precision_fp``, ``fp32``, ``promote``,
-                ``keep`` and ``same_as_input``, or for all products: ``float8``,
-                ``lower_precision_wide`` or ``bfloat16x3``. A mapping instead is for single ops in
-                the module and in those inside of it: ``{"h.0.attn": {"matmul": "fp32"}}``, where
-                ops are named as in ``with_ops``.
+            policies: Cast policies by module. A module is a glob for the path from the compiled
+                module (``"decoder.*.norm"``; ``*`` also matches dots), a compiled regular
+                expression or ``"re:..."`` for the whole path, or a class, which includes its
+                subclasses. Submodules of a matching module match as well. The policy applies to all
+                ops that return new tensors (``lower_precision_fp``, ``fp32``, ``promote``,
+                ``keep``, ``same_as_input``), or to all products (``float8``,
+                ``lower_precision_wide``, ``bfloat16x3``). A mapping sets the policies of single ops
+                in the module, which are named as in ``with_ops``:
+                ``{"h.0.attn": {"matmul": "fp32"}}``.
 
         Raises:
-            PolicyError: A pattern is none of these, an op or a policy is unknown, or the op
-                is a view, writes to its inputs or is private.
+            PolicyError: A pattern is invalid, an op or a policy is unknown, or an op is private,
+                writes to its inputs or returns a view.
         """
         added = module_overrides(policies, self._listed())
         return dataclasses.replace(self, modules=(*self.modules, *added))
 
     def with_rule(self, rule: Rule | str) -> Policy:
-        """A copy with a function that is asked about every op that makes new tensors.
+        """Returns a copy with a function that selects the policy of ops that return new tensors.
 
         Args:
-            rule: Called as ``rule(op, module_path, shapes, dtypes)``: the qualified name of the
-                overload, the path of the module around it, and a tuple each with the sizes and
-                the dtypes of its tensors. Gives a cast policy, its name, or None for no opinion.
-                It must depend on these alone. A string names it: ``"package.module:name"``.
+            rule: A function, or its name (``"package.module:name"``). It is called as ``rule(op,
+                module_path, shapes, dtypes)``, with the qualified name of the overload, the path of
+                the module around it, and tuples of the shapes and dtypes of its tensors. It returns
+                a cast policy, its name, or None to leave the op as is. The result must only depend
+                on the arguments.
 
         Raises:
-            PolicyError: It is no function.
+            PolicyError: ``rule`` is not a function.
         """
         return dataclasses.replace(self, rules=(*self.rules, rule_override(rule)))
 
     def with_args(self, op: Any, args: Mapping[str, Treatment]) -> Policy:
-        """A copy that treats single arguments of an op otherwise than the op's policy says.
+        """Returns a copy with other cast policies for single arguments of an op.
 
         Args:
             op: As in ``with_ops``.
-            args: By argument ``"same_as:<another argument>"`` (its dtype, after its own cast),
-                ``"fp32"``, ``"lower_precision_fp"`` or ``"keep"``; for both operands of a product
-                also ``"float8"``, ``"lower_precision_wide"`` or ``"bfloat16x3"``.
+            args: Cast policies by argument: ``"same_as:<another argument>"`` (the dtype of the
+                other argument after its cast), ``"fp32"``, ``"lower_precision_fp"`` or ``"keep"``.
+                Both operands of a product together also support ``"float8"``,
+                ``"lower_precision_wide"`` and ``"bfloat16x3"``.
 
         Raises:
-            PolicyError: The op has no such tensor argument, or the value is not allowed.
+            PolicyError: The op has no such tensor argument, or the policy is not allowed.
         """
         return dataclasses.replace(self, args=(*self.args, arg_override(op, args, self._listed())))
 
     def with_device(self, device_type: str, table: Table | None = None) -> Policy:
-        """A copy with a table for one more device type, or another one for a known type.
-
-        What ``with_ops`` laid down holds there too.
+        """Returns a copy with a new table for a device type. The overrides of ``with_ops`` apply.
 
         Args:
-            device_type: As in ``torch.device(...).type``; for a backend outside of PyTorch
+            device_type: A device type as in ``torch.device(...).type``. For an out-of-tree backend,
                 the name given to ``torch.utils.rename_privateuse1_backend``.
-            table: Policies by qualified overload name. None takes the lists that
-                ``ATen/autocast_mode.h`` offers to new accelerators (``AT_FORALL_*``), as of
-                the installed torch.
+            table: Cast policies by qualified overload name. None takes the lists that
+                ``ATen/autocast_mode.h`` provides for new accelerators (``AT_FORALL_*``), as of the
+                installed torch.
 
         Raises:
-            PolicyError: The device type is empty or has an index, or an entry is not usable.
+            PolicyError: The device type is empty or has an index, or an entry is invalid.
         """
         if not isinstance(device_type, str) or not device_type or ":" in device_type:
-            raise PolicyError(f"{device_type!r} is not a device type; write it like 'cuda'")
+            raise PolicyError(f"expected a device type like 'cuda', got {device_type!r}")
         if table is None:
             table = reference_table()
         check_mapping("with_device", table, {"aten::linear": "CastPolicy.FP32"})
@@ -328,10 +332,9 @@ class Policy:
         return dataclasses.replace(self, tables={**self.tables, device_type: changed})
 
     def gone(self, device_type: str) -> tuple[str, ...]:
-        """Ops in a table that the installed torch does not have, sorted.
+        """Returns the ops in a table that the installed torch does not have, sorted.
 
-        They are kept, and never met: a name from another torch version, or one that a list
-        from elsewhere has and torch has removed.
+        These are ops of another torch version, or ops that were removed. They have no effect.
         """
         return tuple(sorted(set(self.tables.get(device_type, ())) - all_ops()))
 
@@ -339,7 +342,7 @@ class Policy:
         return {op for table in self.tables.values() for op in table}
 
     def __hash__(self) -> int:
-        """Hashes the content, as equality compares it."""
+        """Hashes the fields that ``==`` compares."""
         return hash((self._tables_hash, self.ops, self.modules, self.args, self.rules, self.dtypes))
 
     @functools.cached_property
@@ -347,29 +350,29 @@ class Policy:
         return hash(frozenset((d, frozenset(t.items())) for d, t in self.tables.items()))
 
     def __repr__(self) -> str:
-        """The name, how many ops each device type has, and how many changes there are."""
+        """Returns the name, the number of ops per device type, and the number of overrides."""
         counts = [f"{d}: {len(table)} ops" for d, table in self.tables.items()] or ["no devices"]
-        changes = {what: len(getattr(self, what)) for what in ("ops", "modules", "args", "rules")}
-        counts += [f"with {what}: {number}" for what, number in changes.items() if number]
+        changes = {kind: len(getattr(self, kind)) for kind in ("ops", "modules", "args", "rules")}
+        counts += [f"with {kind}: {number}" for kind, number in changes.items() if number]
         counts += [f"dtype on {device}: {dtype}" for device, dtype in self.dtypes]
-        float8, usual = dataclasses.asdict(self.float8), dataclasses.asdict(_FLOAT8)
-        counts += [f"float8 {k}: {value}" for k, value in float8.items() if value != usual[k]]
+        float8, defaults = dataclasses.asdict(self.float8), dataclasses.asdict(_FLOAT8)
+        counts += [f"float8 {k}: {value}" for k, value in float8.items() if value != defaults[k]]
         return f"Policy({self.name!r}, {', '.join(counts)})"
 
     def __str__(self) -> str:
-        """The text of a policy file, which ``loads`` reads."""
+        """Returns the text of a policy file, which ``loads`` reads."""
         from amp_fx.policies.saved import to_text
 
         return to_text(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles plain dictionaries: read-only views cannot be."""
+        """Pickles tables as plain dictionaries, because read-only views cannot be pickled."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return _restored, (FORMAT, {**fields, "tables": _plain(self.tables)})
 
 
 def with_changes(table: Table, overrides: Iterable[OpOverride]) -> dict[str, CastPolicy]:
-    """A table with what ``with_ops`` laid down."""
+    """Returns a table with overrides of ``with_ops`` applied."""
     changes = {op: override.policy for override in overrides for op in override.overloads}
     return {**table, **changes}
 
@@ -379,33 +382,33 @@ def _plain(tables: Mapping[str, Table]) -> dict[str, dict[str, CastPolicy]]:
 
 
 FORMAT = 1
-"""Of pickled policies and of policy files; raised when older ones would be read wrongly."""
+"""The version of pickled policies and policy files; increased if older ones would be misread."""
 
 
 def _restored(version: int, fields: dict[str, Any]) -> Policy:
-    """A pickled policy.
+    """Restores a pickled policy.
 
     Raises:
-        PolicyError: Another version of amp_fx has pickled it.
+        PolicyError: The policy was pickled by another version of amp_fx.
     """
     known = {field.name for field in dataclasses.fields(Policy)}
-    if version == FORMAT and known - {"float8"} <= set(fields) <= known:  # older ones lack it
+    if version == FORMAT and known - {"float8"} <= set(fields) <= known:  # older pickles lack it
         return Policy(**fields)
     raise PolicyError(
-        f"this policy was pickled by another version of amp_fx (format {version}, here "
-        f"{FORMAT}); Policy.save and Policy.load carry it over"
+        f"this policy was pickled by another version of amp_fx (expected format {FORMAT}, got "
+        f"{version}): transfer it with Policy.save and Policy.load"
     )
 
 
 def as_policy(policy: object) -> Policy:
-    """The policy that somebody means.
+    """Converts a value to a policy.
 
     Args:
-        policy: A policy, the name of a preset, the path of a policy file (``*.toml``) or the
-            text of one. A file is not trusted here (``Policy.load``).
+        policy: A policy, the name of a preset, or the path (``*.toml``) or text of a policy file.
+            Files are not trusted (``Policy.load``).
 
     Raises:
-        PolicyError: It is none of these, or the file cannot be read.
+        PolicyError: The value is none of these, or the file cannot be read.
     """
     if isinstance(policy, os.PathLike):
         return Policy.load(policy)
@@ -419,30 +422,33 @@ def as_policy(policy: object) -> Policy:
         return policy
     if type(policy).__name__ == Policy.__name__:
         raise PolicyError(
-            f"policy={type(policy)!r} belongs to another version of amp_fx, or to a copy of it "
-            "that was imported before; Policy.save and Policy.load carry it over"
+            f"the policy is a {type(policy)!r} of another version of amp_fx, or of a copy of it "
+            "that was imported before: transfer it with Policy.save and Policy.load"
         )
     raise PolicyError(
-        f"policy={policy!r} is not an amp_fx.Policy, the name of a preset "
-        f"({', '.join(preset_names())}), or the path of a policy file (*.toml)"
+        "expected policy to be an amp_fx.Policy, the name of a preset "
+        f"({', '.join(preset_names())}), or the path of a policy file (*.toml), got {policy!r}"
     )
 
 
 def preset(name: str) -> Policy:
-    """A policy by name.
+    """Returns a policy by name.
+
+    ``"torch"`` is the policy of ``torch.autocast`` in the installed torch, ``"torch-2.13"`` that of
+    another version. The other presets change some entries of ``"torch"``:
+
+    - ``"ipex"`` has the CPU lists of Intel Extension for PyTorch.
+    - ``"lean"`` has low-precision inputs and results of norms, and low-precision residual sums.
+    - ``"float8-tensorwise"``, ``"float8-rowwise"`` and ``"float8-rowwise-gw-hp"`` have products in
+      float8.
+    - ``"router"`` and ``"head"`` have float32 results of routers of mixtures of experts, or of
+      output heads (``"lower_precision_wide"``).
 
     Args:
-        name: ``"torch"`` is what ``torch.autocast`` does in the installed version;
-            ``"torch-2.13"`` and its like, what it does in another; ``"ipex"`` takes the CPU
-            lists of Intel Extension for PyTorch, and torch's own for all other devices;
-            ``"lean"`` is torch's, with norms that take and give low values and residual sums in the
-            low dtype; ``"float8-tensorwise"``, ``"float8-rowwise"`` and ``"float8-rowwise-gw-hp"``
-            are torch's, with products in float8; ``"router"`` and ``"head"`` are torch's, with
-            routers of mixtures of experts, or output heads, that give float32
-            (``"lower_precision_wide"``).
+        name: The name of a preset.
 
     Raises:
-        PolicyError: There is no such preset; lists those there are.
+        PolicyError: The preset is unknown. The message lists all presets.
     """
     if not isinstance(name, str) or name not in PRESETS:
         raise PolicyError(_unknown_preset(name))
@@ -450,9 +456,9 @@ def preset(name: str) -> Policy:
 
 
 def add_device(device_type: str, table: Table | None) -> None:
-    """Gives all presets a table for one more device type; see ``Policy.with_device``.
+    """Adds a table for a device type to all presets (``Policy.with_device``).
 
-    Presets that were taken before keep their tables.
+    Policies that were created from presets before do not change.
     """
     checked = Policy("", {}).with_device(device_type, table)
     _added[device_type] = checked.tables[device_type]
@@ -460,12 +466,12 @@ def add_device(device_type: str, table: Table | None) -> None:
 
 
 def preset_names() -> tuple[str, ...]:
-    """The names that ``preset`` takes."""
+    """Returns the names of all presets."""
     return tuple(PRESETS)
 
 
 _added: dict[str, Table] = {}
-"""Tables of devices that are not PyTorch's own (``add_device``)."""
+"""Tables of out-of-tree devices (``add_device``)."""
 
 
 @functools.cache
@@ -483,5 +489,5 @@ def _read_only(table: Table) -> Table:
 
 
 def _unknown_preset(name: str) -> str:
-    meant = did_you_mean(name, PRESETS)
-    return f"there is no preset {name!r}; the presets are {', '.join(PRESETS)}{meant}"
+    suggestion = did_you_mean(name, PRESETS)
+    return f"there is no preset {name!r}; the presets are {', '.join(PRESETS)}{suggestion}"

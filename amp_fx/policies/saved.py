@@ -1,24 +1,4 @@
-"""Saves policies as a preset and what is changed on top of it, and loads them.
-
-    base = "torch"
-    dtype = "float16"                    # or: dtype = { cuda = "float16" }
-    float8 = { recipe = "rowwise", least_in = 1024, least_out = 1024 }
-    rules = ["mypackage.rules:my_rule"]
-
-    [ops]
-    softmax = "lower_precision_fp"
-
-    [modules]
-    "decoder.*.norm" = "fp32"
-    "decoder.0.attn" = { matmul = "fp32" }   # single ops inside of the module
-
-    [args]
-    index_add = { source = "same_as:self" }
-
-Keys and values are those of ``Policy.with_ops`` and its siblings; what one call of these was
-given is one table, several are ``[[ops]]`` each. ``[tables.<device type>]`` replaces a device's
-whole table, and ``devices`` lists the device types where they are not those of the preset.
-"""
+"""Saves and loads policy files, which contain a preset and overrides."""
 
 from __future__ import annotations
 
@@ -57,7 +37,28 @@ _KEYS = (
 
 
 def load(path: str | os.PathLike[str], *, trusted: bool | Iterable[str] = False) -> Policy:
-    """Reads a policy file."""
+    """Reads a policy file.
+
+    Keys and values are those of ``Policy.with_ops``, ``with_modules`` and ``with_args``. A table
+    holds the argument of one call; the tables of several calls are ``[[ops]]``. ``[tables.<device
+    type>]`` replaces the table of a device. ``devices`` lists the device types if they differ from
+    those of the preset. For example::
+
+        base = "torch"
+        dtype = "float16"                    # or: dtype = { cuda = "float16" }
+        float8 = { recipe = "rowwise", least_in = 1024, least_out = 1024 }
+        rules = ["mypackage.rules:my_rule"]
+
+        [ops]
+        softmax = "lower_precision_fp"
+
+        [modules]
+        "decoder.*.norm" = "fp32"
+        "decoder.0.attn" = { matmul = "fp32" }   # single ops in the module
+
+        [args]
+        index_add = { source = "same_as:self" }
+    """
     trust = Trust(trusted)
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -72,7 +73,7 @@ def loads(text: str, *, trusted: bool | Iterable[str] = False) -> Policy:
 
 
 class _Reader:
-    """Turns the entries of one file into calls of ``Policy``'s methods."""
+    """Converts the entries of one file to calls of ``Policy``'s methods."""
 
     def __init__(self, document: Document, trust: Trust) -> None:
         self._document = document
@@ -87,7 +88,7 @@ class _Reader:
         return self._with_changes(self._base(data), data)
 
     def _check_trust(self, data: dict[str, Any]) -> None:
-        """Refuses what is not trusted before anything is imported."""
+        """Raises an error for names that are not trusted, before any module is imported."""
         for where, modules in self._groups(data, "modules"):
             for pattern in modules:
                 if pattern.startswith(CLASS):
@@ -104,14 +105,14 @@ class _Reader:
         if data.get("format", FORMAT) != FORMAT:
             raise self._error(
                 ("format",),
-                f"{data['format']!r} is of another version of amp_fx, which here reads {FORMAT}",
+                f"expected {FORMAT}, got {data['format']!r}, a format of another amp_fx version",
             )
         base = self._checked(("base",), data.get("base", "torch"), str, preset)
         name = self._checked(("name",), data.get("name", base.name), str, str)
         devices = self._checked(("devices",), data.get("devices", [*base.tables]), list, list)
         tables = self._checked(("tables",), data.get("tables", {}), dict, dict)
-        kept = {device: table for device, table in base.tables.items() if device in devices}
-        policy = self._with_float8(dataclasses.replace(base, name=name, tables=kept), data)
+        selected = {device: table for device, table in base.tables.items() if device in devices}
+        policy = self._with_float8(dataclasses.replace(base, name=name, tables=selected), data)
         for device, table in tables.items():
             where = ("tables", device)
             entries = self._checked(where, table, dict, dict).items()
@@ -127,7 +128,7 @@ class _Reader:
         fields = {field.name for field in dataclasses.fields(Float8)}
         if unknown := sorted(set(given) - fields):
             allowed = ", ".join(sorted(fields))
-            raise self._error(("float8",), f"{unknown[0]!r} is not one of {allowed}")
+            raise self._error(("float8",), f"expected one of {allowed}, got {unknown[0]!r}")
         changed: Policy = self._call(("float8",), functools.partial(policy.with_float8, **given))
         return changed
 
@@ -139,7 +140,7 @@ class _Reader:
             policy = self._call(where, policy.with_dtype, _dtype(dtype), device)
         for where, ops in self._groups(data, "ops"):
             policy = self._with_group(policy.with_ops, where, ops)
-        added: list[ModuleOverride] = []  # at once: a policy is a copy with each change
+        added: list[ModuleOverride] = []  # added at once, because each change copies the policy
         for where, modules in self._groups(data, "modules"):
             change = functools.partial(self._module_overrides, policy._listed())
             added += self._with_group(change, where, modules)
@@ -155,12 +156,12 @@ class _Reader:
     def _module_overrides(
         self, listed: Iterable[str], modules: dict[str, Any]
     ) -> tuple[ModuleOverride, ...]:
-        """Converts entries as ``with_modules`` does; finds a class once its policy is known."""
+        """Converts entries like ``with_modules``, but only finds classes that are trusted."""
         return module_overrides(modules, listed, find_class=self._trust.find_class)
 
     def _groups(self, data: dict[str, Any], key: str) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        found = data.get(key, [])
-        groups = found if isinstance(found, list) else [found]
+        value = data.get(key, [])
+        groups = value if isinstance(value, list) else [value]
         for index, group in enumerate(groups):
             yield (key, index), self._checked((key, index), group, dict, dict)
 
@@ -171,7 +172,7 @@ class _Reader:
             return change(group)
         except PolicyError:
             for key, value in group.items():
-                self._call((*where, key), change, {key: value})  # to say which one is wrong
+                self._call((*where, key), change, {key: value})  # to name the invalid entry
             changed: T = self._call(where, change, group)
             return changed
 
@@ -179,8 +180,8 @@ class _Reader:
         self, where: tuple[Any, ...], value: Any, kind: type, convert: Callable[[Any], Any]
     ) -> Any:
         if not isinstance(value, kind):
-            wanted = {"dict": "a table", "list": "a list", "str": "a string"}
-            raise self._error(where, f"{value!r} is not {wanted[kind.__name__]}")
+            names = {"dict": "a table", "list": "a list", "str": "a string"}
+            raise self._error(where, f"expected {names[kind.__name__]}, got {value!r}")
         return self._call(where, convert, value)
 
     def _call(self, where: tuple[Any, ...], function: Callable[..., Any], *args: Any) -> Any:
@@ -194,12 +195,12 @@ class _Reader:
 
 
 def _dtype(value: object) -> object:
-    """A dtype by its name; what is none is left for ``Policy.with_dtype`` to refuse."""
+    """Converts the name of a dtype; ``Policy.with_dtype`` rejects other values."""
     return as_dtype(value) or value
 
 
 def _unknown_key(key: str) -> str:
-    return f"unknown; there are {', '.join(_KEYS)}{did_you_mean(key, _KEYS)}"
+    return f"unknown key: expected one of {', '.join(_KEYS)}{did_you_mean(key, _KEYS)}"
 
 
 def save(policy: Policy, path: str | os.PathLike[str]) -> None:
@@ -212,25 +213,25 @@ def save(policy: Policy, path: str | os.PathLike[str]) -> None:
     Path(path).write_text(to_text(policy), encoding="utf-8")
 
 
-def _check_importable(thing: Any, what: str) -> None:
-    name = _import_name(thing)
+def _check_importable(obj: Any, what: str) -> None:
+    name = _import_name(obj)
     try:
-        found = find_object(name)
+        imported = find_object(name)
     except PolicyError:
-        found = None
-    if found is not thing or name.startswith("__main__"):
+        imported = None
+    if imported is not obj or name.startswith("__main__"):
         raise PolicyError(
-            f"{what} cannot be saved, because {name!r} does not import it: a policy file holds "
-            "functions and classes by name; define it at the top of a module"
+            f"{what} cannot be saved, because policy files contain functions and classes by name, "
+            f"and {name!r} does not import it: define it at the top level of a module"
         )
 
 
-def _import_name(thing: Any) -> str:
-    return f"{getattr(thing, '__module__', '?')}:{getattr(thing, '__qualname__', repr(thing))}"
+def _import_name(obj: Any) -> str:
+    return f"{getattr(obj, '__module__', '?')}:{getattr(obj, '__qualname__', repr(obj))}"
 
 
 def to_text(policy: Policy) -> str:
-    """The text of a policy file; rules that cannot be imported by name are named all the same."""
+    """Returns the text of a policy file. Rules are written even if they cannot be imported."""
     base = preset(policy.name if policy.name in preset_names() else "torch")
     if policy.modules[: len(base.modules)] != base.modules:
         base = preset("torch")
@@ -262,21 +263,21 @@ def to_text(policy: Policy) -> str:
 def _comments(
     groups: list[dict[str, Any]], reasons: dict[tuple[str, str], str]
 ) -> dict[tuple[str, int, str], list[str]]:
-    """The reasons of modules by place in the file; those of single ops begin with the op."""
-    found: dict[tuple[str, int, str], list[str]] = {}
+    """Returns the reasons of module overrides by entry; those of single ops begin with the op."""
+    comments: dict[tuple[str, int, str], list[str]] = {}
     for index, group in enumerate(groups):
         for pattern, value in group.items():
             ops = list(value) if isinstance(value, dict) else [""]
             lines = [(op, reasons[pattern, op]) for op in ops if (pattern, op) in reasons]
-            several = len(ops) > 1
-            found["modules", index, pattern] = [
-                f"{op}: {why}" if several else why for op, why in lines
+            has_several_ops = len(ops) > 1
+            comments["modules", index, pattern] = [
+                f"{op}: {why}" if has_several_ops else why for op, why in lines
             ]
-    return found
+    return comments
 
 
 def _module_groups(overrides: Iterable[ModuleOverride]) -> list[dict[str, Any]]:
-    """Entries in order; what is laid down for several ops of one module is one entry."""
+    """Groups module overrides in order; overrides of several ops in one module are one entry."""
     groups: list[dict[str, Any]] = []
     for override in overrides:
         last = next(reversed(groups[-1].items()), ("", None)) if groups else ("", None)
@@ -300,7 +301,7 @@ def _dtype_entry(policy: Policy) -> dict[str, Any]:
 
 
 def _groups_of(entries: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """Entries in order, as few tables of different keys as hold them."""
+    """Groups entries in order into as few tables as possible, as keys in a table are unique."""
     groups: list[dict[str, Any]] = []
     for key, value in entries:
         if not groups or key in groups[-1]:
@@ -310,7 +311,7 @@ def _groups_of(entries: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _op_groups(overrides: Iterable[OpOverride]) -> list[dict[str, Any]]:
-    """Groups changes of ops; each group is the argument of one ``with_ops``."""
+    """Groups op overrides; each group is the argument of one ``with_ops``."""
     groups: list[list[OpOverride]] = []
     for override in overrides:
         if not groups or not _may_join(override, groups[-1]):

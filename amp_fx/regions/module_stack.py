@@ -325,7 +325,7 @@ def warn_unused(policy: Policy, frame: CompileFrame, gm: fx.GraphModule) -> None
     checked.update(override.pattern for override in patterns)
     modules = _modules_of(frame, gm)
     for override in patterns:
-        if not any(override.fits((module,)) for module in modules):
+        if not any(override.matches((module,)) for module in modules):
             _warn(override, frame, [name for *_, name in modules])
         elif override.policy is CastPolicy.FLOAT8 and _has_no_matrix(override, frame):
             warnings.warn(
@@ -339,7 +339,7 @@ def warn_unused(policy: Policy, frame: CompileFrame, gm: fx.GraphModule) -> None
 def _has_no_matrix(override: ModuleOverride, frame: CompileFrame) -> bool:
     if frame.root is None:
         return False
-    matching = (m for p, m in _reachable(frame.root) if override.fits_module(p, type(m)))
+    matching = (m for p, m in _reachable(frame.root) if override.matches_module(p, type(m)))
     return not any(weight.dim() in (2, 3) for module in matching for weight in module.parameters())
 
 

@@ -10,7 +10,7 @@ import torch
 
 from amp_fx.dtypes import as_dtype, dtype_name
 from amp_fx.errors import OptionError, PolicyError
-from amp_fx.policies.calls import castable_tensors, is_eligible, qualified_name, takes_policy
+from amp_fx.policies.calls import castable_tensors, is_eligible, qualified_name, supports_policy
 from amp_fx.policies.changes import arg_override, expand_ops, to_policy
 from amp_fx.policies.policy import add_device
 from amp_fx.regions.autocast_kernels import add_kernels_of_device, add_kernels_of_op
@@ -49,7 +49,7 @@ def register_op(op: Any, policy: Treatment, args: Mapping[str, Treatment] | None
     """
     op = op_text(op)
     cast_policy = to_policy(f"op {op!r}", policy)
-    names = tuple(n for n in expand_ops(op) if takes_policy(n, cast_policy))
+    names = tuple(n for n in expand_ops(op) if supports_policy(n, cast_policy))
     if not names:
         raise PolicyError(
             f"op {op!r} cannot be {cast_policy.value}: it computes no tensors from tensors"

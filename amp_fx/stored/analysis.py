@@ -18,14 +18,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from amp_fx.dtypes import dtype_name
+from amp_fx.dtypes import dtype_name, is_low
 from amp_fx.errors import UnsupportedError
 from amp_fx.explanation.entry import NEEDS_NUMBERS, ExplainRequest, capture_call
 from amp_fx.explanation.recorder import weights_of
 from amp_fx.explanation.running import fake_stand_in, module_tensors, real_stand_in, shared_weights
 from amp_fx.graphs.casts import is_widening
 from amp_fx.graphs.values import storage_id, tensors_in
-from amp_fx.passes.low_reads import LOW_DTYPES
 from amp_fx.policies.calls import CAST
 from amp_fx.torch_private import pytree
 from amp_fx.torch_private.autograd import is_functorch_wrapped_tensor
@@ -80,7 +79,7 @@ class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         read = [t for t in _plain_tensors(args, kwargs) if storage_id(t) in self._names]
         is_cast = bool(read) and _is_plain_cast(func, kwargs)
-        is_cast = is_cast and read[0].dtype == torch.float32 and kwargs["dtype"] in LOW_DTYPES
+        is_cast = is_cast and read[0].dtype == torch.float32 and is_low(kwargs["dtype"])
         if not (is_cast or _reads_metadata(func) or self._is_lossless(func, args, kwargs)):
             self.calls.append(self._as_call(func, args, kwargs))
         result = func(*args, **kwargs)

@@ -121,8 +121,10 @@ def lower_few_rows_product(op: Any) -> None:
 
         def make_render(node: Any, **kwargs: Any) -> Any:
             name = str(Placeholder.KERNEL_NAME)
-            own = CppTemplateKernel(name, template.num_threads)  # type: ignore[no-untyped-call]
-            return own, functools.partial(own.render, template, template_buffer_node=node, **kwargs)
+            writer = CppTemplateKernel(name, template.num_threads)  # type: ignore[no-untyped-call]
+            return writer, functools.partial(
+                writer.render, template, template_buffer_node=node, **kwargs
+            )
 
         buffer = ir.CppTemplateBuffer(template.layout, inputs, make_render, template, None)
         return ir.TensorBox.create(buffer)

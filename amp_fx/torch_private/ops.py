@@ -62,6 +62,11 @@ def scoped_library(namespace: str, kind: str) -> contextlib.AbstractContextManag
     return torch.library._scoped_library(namespace, kind)
 
 
+def returns_alias(op: OpOverload) -> bool:
+    """Returns True if a result of an op may alias an argument, as of views and in-place ops."""
+    return any(result.alias_info is not None for result in op._schema.returns)
+
+
 def is_impure(op: OpOverload) -> bool:
     """Returns True if ``torch.library`` forbids to eliminate calls of an op."""
     from torch._library.utils import is_impure as is_impure_op

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.dtypes import is_spread
+from amp_fx.dtypes import is_dtensor
 from amp_fx.graphs.places import input_path, lines_of
 from amp_fx.graphs.values import is_dynamic, is_written, value_of
 from amp_fx.torch_private.fake_tensors import FakeTensor
@@ -110,7 +110,7 @@ def _kind(example: torch.Tensor) -> type[torch.Tensor]:
     Inputs are fake if Dynamo's ``DDPOptimizer`` splits a graph into parts.
     """
     is_fake = type(example) is FakeTensor
-    has_plain_part = is_spread(example) and type(part_of(example)) is torch.Tensor
+    has_plain_part = is_dtensor(example) and type(part_of(example)) is torch.Tensor
     if not is_fake and not has_plain_part:
         return type(example)
     return torch.nn.Parameter if isinstance(example, torch.nn.Parameter) else torch.Tensor

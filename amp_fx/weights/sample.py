@@ -183,7 +183,7 @@ class DeviceSample:
     """Comparisons of one graph, for all of its sets of weights."""
 
     def __init__(self) -> None:
-        self._running: deque[_Comparison] = deque()
+        self._running: deque[_SampleComparison] = deque()
         self._reading = threading.Lock()
 
     def start(self, entries: SampledEntries) -> None:
@@ -199,7 +199,7 @@ class DeviceSample:
                         weight = weights[sample.position]
                         groups[weight.device, weight.dtype].append((entry, sample, weights))
             for key, sampled in groups.items():
-                comparison = _Comparison(entries.answers[key], sampled, entries.room(*key))
+                comparison = _SampleComparison(entries.answers[key], sampled, entries.room(*key))
                 self._running.append(comparison)
 
     def read(self) -> list[tuple[str, torch.Tensor]]:
@@ -215,7 +215,7 @@ class DeviceSample:
             self._reading.release()
 
 
-class _Comparison:
+class _SampleComparison:
     """Comparison of samples on one device, of one dtype.
 
     It holds no references to weights because ``torch.utils.swap_tensors`` would reject them.

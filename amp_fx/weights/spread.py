@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.dtypes import is_spread
+from amp_fx.dtypes import is_dtensor
 from amp_fx.torch_private.modules import states_of_sharded_modules
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def _gathered_by_fsdp2() -> Iterator[torch.Tensor]:
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the local tensor of a DTensor without a copy; other tensors unchanged."""
-    return tensor._local_tensor if is_spread(tensor) else tensor  # type: ignore[attr-defined]
+    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def parts_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -235,7 +235,7 @@ def test_tokens_are_words_of_the_text() -> None:
         (("--steps", "0"), "at least 2"),
         (("--steps", "many"), "at least 2"),
         (("--device", "nowhere"), "no such device"),
-        (("--device", "meta"), "autocast knows"),
+        (("--device", "meta"), "autocast only supports"),
         (("--dtype", "float64"), "bfloat16, float16"),
         (("--compiler", "gcc"), "inductor, aot_eager, eager"),
     ],

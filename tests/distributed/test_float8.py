@@ -40,4 +40,4 @@ def test_each_process_needs_a_part_that_fits(ranks: Ranks) -> None:
         by_columns, by_rows = found["why", 48]
         assert "its 24 outputs are not a multiple of 16" in by_columns
         assert "its 24 inputs are not a multiple of 16" in by_rows
-        assert "the processes have different parts of the weight" in found["why", 49][0]
+        assert "the shards of the weight have different sizes" in found["why", 49][0]

@@ -224,7 +224,7 @@ def test_other_recipes_stay_low_and_say_so(recipe: str) -> None:
     x = torch.randn(96, SIZE).bfloat16()
     found = amp_fx.explain(model, policy=policy)(x, ends)
     reasons = [n.reason for g in found.graphs for n in g.nodes if n.op == "aten._grouped_mm"]
-    said = f"not in float8: products of experts have the recipe rowwise, not {recipe}"
+    said = f"not in float8: products of experts require the recipe rowwise, not {recipe}"
     assert len(reasons) == 2
     assert all(said in reason for reason in reasons)
     assert torch.equal(called(model, "aot_eager", policy)(x, ends), model(x, ends))

@@ -89,9 +89,9 @@ def test_files_hold_recipe_and_sizes() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda: Policy.default().with_ops({"softmax": "float8"}), "is no product that can have"),
+        (lambda: Policy.default().with_ops({"softmax": "float8"}), "does not support this policy"),
         (lambda: Policy.default().with_float8("rowise"), "did you mean 'rowwise'"),
-        (lambda: Policy.default().with_float8(least_in=0), "not a positive integer"),
+        (lambda: Policy.default().with_float8(least_in=0), "to be a positive integer"),
         (lambda: Policy.default().with_float8(source="bfloat8"), "did you mean 'bfloat16'"),
         (lambda: Policy.default().with_args("linear", {"input": "float8"}), "input and weight"),
         (lambda: Policy.loads("float8 = { recip = 'rowwise' }"), "key 'float8'"),

@@ -159,7 +159,7 @@ def test_figures_are_tables_in_the_report(tmp_path: Path) -> None:
         ("mlp", Comparison("two layers", measured)),
         ("mlp", Figure("a share", 2.5, "%")),
     ]
-    speed = bench_report.Report(Settings(), "bench", {}, {}, outcomes)
+    speed = bench_report.BenchReport(Settings(), "bench", {}, {}, outcomes)
     counted = Totals(3 << 20, 7, 3, 4, 0, 1, 1 << 20)
     names = ("native", "amp_fx", "amp_fx, further", "frozen", "lean", "limit")
     row = command.Row("MLP", "cuda", "bfloat16", "training", dict.fromkeys(names, counted), {}, {})

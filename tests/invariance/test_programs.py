@@ -210,11 +210,11 @@ class Unknown(nn.Module):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (nn.Dropout(0.1), "native_dropout.default does not keep rows apart: it draws random"),
+        (nn.Dropout(0.1), "native_dropout.default is not batch-invariant: it draws random"),
         (nn.BatchNorm1d(48), "statistics are those of the whole batch"),
         (DropoutAttention(), "scaled_dot_product_attention with dropout"),
         (Capacity(), "a row depends on other rows through the capacity of the expert"),
-        (Unknown(), "aten._linalg_svd.default does not keep rows apart: it is not among the"),
+        (Unknown(), "aten._linalg_svd.default is not batch-invariant: it is not among"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )

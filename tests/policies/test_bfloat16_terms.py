@@ -147,7 +147,7 @@ def test_results_and_gradients_are_those_of_float32(way: str, compiler: str | No
 
 @pytest.mark.parametrize("args", [{"weight": X3}, {"input": X3, "weight": "float8"}])
 def test_one_operand_alone_is_refused(args: dict[str, str]) -> None:
-    with pytest.raises(PolicyError, match="name input and weight, and no others"):
+    with pytest.raises(PolicyError, match="for input and weight and no other argument"):
         Policy.default().with_args("linear", args)
 
 

@@ -99,7 +99,7 @@ def test_a_module_that_leaves_is_an_error(kind: str, ran: list[str]) -> None:
 
 
 def test_a_name_alone_is_no_list_of_modules() -> None:
-    with pytest.raises(PolicyError, match="as a list"):
+    with pytest.raises(PolicyError, match="expected trusted to be a list"):
         Policy.loads("", trusted="amp_fx_theirs")
 
 

@@ -98,7 +98,7 @@ def test_equal_modules_are_told_apart(pattern: str, by_rule: bool) -> None:
     def rule(_: str, path: str, *__: Any) -> str | None:
         parts = path.split(".")
         around = [".".join(parts[: i + 1]) for i in range(len(parts))]
-        return "fp32" if any(override.fits_module(p, nn.Module) for p in around) else None
+        return "fp32" if any(override.matches_module(p, nn.Module) for p in around) else None
 
     policy = Policy.default()
     policy = policy.with_rule(rule) if by_rule else policy.with_modules({pattern: "fp32"})

@@ -116,3 +116,9 @@ def test_native_multi_head_attention_is_that_of_the_module() -> None:
         module.out_proj.weight, module.out_proj.bias, None, False,
     )  # fmt: skip
     torch.testing.assert_close(found, module(x, x, x, need_weights=False)[0])
+
+
+def test_returns_alias_knows_views_and_in_place_ops() -> None:
+    assert ops.returns_alias(aten.view.default)
+    assert ops.returns_alias(aten.add_.Tensor)
+    assert not ops.returns_alias(aten.add.Tensor)

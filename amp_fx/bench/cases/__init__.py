@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Something to time."""
+    """A description, and a function that yields outcomes."""
 
     about: str
     run: Callable[[Settings, Watch], Iterator[Comparison | Figure]]
 
 
 def _workloads(about: str, make: Callable[[Settings], Iterator[Workload]]) -> Case:
-    """A case that compares all contenders on some workloads."""
+    """Returns a case that compares all contenders on each workload."""
 
     def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
         for workload in make(settings):
@@ -46,12 +46,10 @@ CASES = {
     "vit": _workloads("a small vision Transformer, inference and training", models.vit),
     "conv": _workloads("shaped like ResNet-18, inference and training", models.conv),
     "lstm-cell": _workloads("a loop over nn.LSTMCell, inference and training", models.lstm_cell),
-    "inference": Case("beside OpenVINO, zentorch and the rest, 1 and 2 threads", inference.run),
+    "inference": Case("OpenVINO, zentorch and others, 1 and 2 threads", inference.run),
     "compile-time": Case("cold and warm compilation of a 12-layer Transformer", compile_time.run),
-    "overhead": Case("what a call and a refresh cost where 300 weights are cached", overhead.run),
-    "fairness": Case(
-        "native beside a second native: what the ratios are worth now", models.fairness
-    ),
+    "overhead": Case("overhead of a call and a refresh with 300 cached weights", overhead.run),
+    "fairness": Case("native and a second native: the error of ratios", models.fairness),
     "serving": Case("latencies, and throughput of many clients, 1 and 2 threads", serving.run),
-    "scaler": Case("what loss scaling adds to an optimizer's step", scaler.run),
+    "scaler": Case("overhead of loss scaling in an optimizer's step", scaler.run),
 }

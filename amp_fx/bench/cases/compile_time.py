@@ -1,4 +1,4 @@
-"""Times compilation, each time in a process and with caches of its own."""
+"""Times compilation, each time in a new process with new caches."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 WORKER = "amp_fx.bench.compile_worker"
 LAYERS = 12
 MAX_REPEATS = 3
-"""A cold compilation takes tens of seconds: more rounds than these are no use."""
+"""The maximum number of rounds, because a cold compilation takes tens of seconds."""
 TRAINED = (NATIVE, AMP_FX)
 SERVED = (NATIVE, NATIVE_FROZEN, AMP_FX)
 
 
 def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
-    """Cold and warm compilation, then how amp_fx's own part grows with the model."""
+    """Measures cold and warm compilation, and the time in amp_fx for models of several sizes."""
     layers = settings.num_layers(LAYERS)
     cold, warm = _compiled(settings, layers, TRAINED, watch)
     yield _comparison(f"{layers} layers, cold", cold)
@@ -54,7 +54,7 @@ def _compiled(
     *,
     is_inference: bool = False,
 ) -> tuple[Seconds, Seconds]:
-    """The seconds of each contender with empty caches, and then with what those left."""
+    """Returns the seconds of each contender with empty caches, and with the caches of that run."""
     cold: Seconds = {}
     warm: Seconds = {}
     names = [name for name in contenders if settings.takes_part(name)]
@@ -74,18 +74,20 @@ def _compiled(
 def _own_share(
     settings: Settings, layers: int, total: float, watch: Watch
 ) -> Iterator[Comparison | Figure]:
-    """amp_fx's own seconds, without those of the compiler that it hands graphs to."""
+    """Measures the seconds in amp_fx, without those of the inner compiler."""
     sizes = sorted({max(1, layers // 4), layers, 4 * layers})
-    own = {}
+    seconds = {}
     for index, size in enumerate(sizes):
         watch(f"amp_fx's own part, {size} layers", index, len(sizes))
         with tempfile.TemporaryDirectory(prefix="amp_fx_bench_") as cache:
-            own[size] = _measure("amp_fx", size, settings, "eager", Path(cache))["own_seconds"]
-        yield Figure(f"amp_fx's own part, {size} layers", own[size], "s")
+            measured = _measure("amp_fx", size, settings, "eager", Path(cache))
+            seconds[size] = measured["own_seconds"]
+        yield Figure(f"amp_fx's own part, {size} layers", seconds[size], "s")
     for small, large in itertools.pairwise(sizes):
-        per_layer = 1e3 * (own[large] - own[small]) / (large - small)
+        per_layer = 1e3 * (seconds[large] - seconds[small]) / (large - small)
         yield Figure(f"... for each layer from {small} to {large}", per_layer, "ms")
-    yield Figure(f"... of a cold compilation of {layers} layers", 100 * own[layers] / total, "%")
+    share = 100 * seconds[layers] / total
+    yield Figure(f"... of a cold compilation of {layers} layers", share, "%")
 
 
 def _comparison(workload: str, seconds: Seconds) -> Comparison:
@@ -102,7 +104,7 @@ def _measure(
     cache: Path,
     is_inference: bool = False,
 ) -> dict[str, float]:
-    given = {
+    request = {
         "contender": contender,
         "layers": layers,
         "compiler": compiler,
@@ -113,7 +115,7 @@ def _measure(
     }
     caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
     done = subprocess.run(
-        [sys.executable, "-m", WORKER, json.dumps(given)],
+        [sys.executable, "-m", WORKER, json.dumps(request)],
         env=os.environ | caches,
         capture_output=True,
         text=True,

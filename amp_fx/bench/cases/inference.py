@@ -1,7 +1,6 @@
-"""Inference beside everything else that runs a float32 PyTorch model on a CPU.
+"""Compares inference with other packages that run float32 PyTorch models on a CPU.
 
-Models of other packages are built from their shapes, with random weights, if these packages are
-installed.
+Models of transformers and timm are built with random weights if the packages are installed.
 """
 
 from __future__ import annotations
@@ -41,20 +40,20 @@ NAMES = (NATIVE, NATIVE_FROZEN, NATIVE_TUNED, AMP_FX, TUNED, ZENTORCH, OPENVINO)
 
 
 def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
-    """Compares the contenders that are for inference, with 1 and with 2 threads."""
+    """Compares the contenders for inference, with 1 and with 2 threads."""
     for num_threads in THREADS:
         suffix = f"{num_threads} thread{'s' if num_threads > 1 else ''}"
         for workload in workloads(settings):
             named = dataclasses.replace(workload, name=f"{workload.name}, {suffix}")
-            asked = [c for c in contenders_of(named, settings) if c.name in NAMES]
+            contenders = [c for c in contenders_of(named, settings) if c.name in NAMES]
             with threads(num_threads):
-                comparison, figures = compare(named, settings, watch, asked)
+                comparison, figures = compare(named, settings, watch, contenders)
             yield comparison
             yield from figures
 
 
 def workloads(settings: Settings) -> Iterator[Workload]:
-    """Yields the models, from few products over much memory to many products."""
+    """Yields the models: first those limited by memory bandwidth, last those by compute."""
     yield from gpt_decode(settings)
     if importlib.util.find_spec("transformers"):
         yield _llama(settings)
@@ -133,7 +132,7 @@ class Bert(nn.Module):
 
 
 def _llama(settings: Settings) -> Workload:
-    """Two layers, and half of the vocabulary, of Llama 3.2 1B."""
+    """Returns a workload with two layers and half of the vocabulary of Llama 3.2 1B."""
     width, depth = settings.pick(tiny=64, cpu=2048), settings.num_layers(2)
     num_tokens = settings.pick(tiny=64, cpu=64000)
     past = torch.randn(depth, 2, 1, width // 256 or 1, 128, 64, device=settings.device)
@@ -149,7 +148,7 @@ def _llama(settings: Settings) -> Workload:
 
 
 class Llama(nn.Module):
-    """transformers' Llama, which computes one more token after known keys and values."""
+    """transformers' Llama, which decodes one token with a given key-value cache."""
 
     def __init__(self, width: int, depth: int, num_tokens: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The models that are timed: what is asked of each, and of which size."""
+"""Workloads of small models, and the check that two equal contenders take the same time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 NUM_PAST = 128
-"""Positions whose keys and values a decoded token attends to."""
+"""Number of cached positions to which a decoded token attends."""
 
 
 def gpt_decode(settings: Settings) -> Iterator[Workload]:
-    """GPT-2 small, one sequence."""
+    """Yields the decoding of one token of one sequence by GPT-2 small."""
     num_tokens = settings.pick(tiny=64, cpu=50257)
     past = settings.pick(tiny=4, cpu=NUM_PAST)
     size = Size(
@@ -46,7 +46,7 @@ def gpt_decode(settings: Settings) -> Iterator[Workload]:
 
 
 def gpt_training(settings: Settings) -> Iterator[Workload]:
-    """A model that fits the machine; the weights change once per 1, 4 or 16 casts."""
+    """Yields training of a GPT whose weights are updated every 1, 4 or 16 backward passes."""
     num_tokens = settings.pick(tiny=64, cpu=4096, accelerator=50257)
     size = train_size(settings)
     batch = settings.pick(tiny=1, cpu=2, accelerator=8)
@@ -72,7 +72,7 @@ def train_size(settings: Settings) -> Size:
 
 
 def build_training(num_tokens: int, size: Size) -> nn.Module:
-    """The loss of a GPT."""
+    """Returns a module that computes the loss of a GPT."""
     return Loss(GPT(num_tokens, size))
 
 
@@ -80,7 +80,7 @@ NUM_CLASSES = 100
 
 
 def conv(settings: Settings) -> Iterator[Workload]:
-    """Inference of one image, then training."""
+    """Yields inference of one image, then training, of a ResNet."""
     side = settings.pick(tiny=32, cpu=64, accelerator=224)
     width = settings.pick(tiny=4, cpu=64)
     batch = settings.pick(tiny=2, cpu=4, accelerator=32)
@@ -97,7 +97,7 @@ def conv(settings: Settings) -> Iterator[Workload]:
 
 
 def vit(settings: Settings) -> Iterator[Workload]:
-    """Inference, then training."""
+    """Yields inference, then training, of a vision Transformer."""
     side = settings.pick(tiny=8, cpu=64, accelerator=224)
     patch = settings.pick(tiny=4, cpu=8, accelerator=16)
     size = Size(
@@ -116,7 +116,7 @@ def vit(settings: Settings) -> Iterator[Workload]:
 
 
 def mlp(settings: Settings) -> Iterator[Workload]:
-    """A deep and a wide one, at batch 1 and 4."""
+    """Yields inference of a deep and a wide MLP, with batches of 1 and 4."""
     for usual, depth in ((1024, 6), (4096, 2)):
         width = settings.pick(tiny=usual // 64, cpu=usual)
         build = functools.partial(MLP, width, depth)
@@ -126,7 +126,7 @@ def mlp(settings: Settings) -> Iterator[Workload]:
 
 
 def mlp_training(settings: Settings) -> Iterator[Workload]:
-    """Fused AdamW: one kernel writes every weight, once per 1, 4 or 16 casts of them."""
+    """Yields training of an MLP whose weights fused AdamW updates every 1, 4 or 16 backwards."""
     width = settings.pick(tiny=16, cpu=512)
     depth = settings.pick(tiny=2, cpu=9)
     batch = settings.pick(tiny=2, cpu=32)
@@ -142,7 +142,7 @@ def mlp_training(settings: Settings) -> Iterator[Workload]:
 
 
 def lstm_cell(settings: Settings) -> Iterator[Workload]:
-    """Inference, then training."""
+    """Yields inference, then training, of a loop over an LSTM cell."""
     width = settings.pick(tiny=8, cpu=512)
     steps = settings.pick(tiny=2, cpu=16)
     batch = settings.pick(tiny=2, cpu=4, accelerator=32)
@@ -158,10 +158,11 @@ TWIN = dataclasses.replace(BY_NAME[NATIVE], name=f"{NATIVE}-twin")
 
 
 def fairness(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
-    """Times native beside a second native of its own, which takes as long if turns are fair.
+    """Times native and a second, independent native, which should take the same time.
 
-    How far their ratio is from 1 is what no ratio of this machine says anything about at the
-    moment. A small training step takes mostly its weights, which the two do not share.
+    The distance of their ratio from 1 is the current error of all ratios on this machine. The
+    workload is a small training step, which mostly reads and writes weights, because the two do not
+    share weights.
     """
     if not settings.takes_part(NATIVE):
         return

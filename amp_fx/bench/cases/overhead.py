@@ -1,7 +1,7 @@
-"""Times what the cache costs with 300 small weights.
+"""Times the overhead of the cache with 300 small weights.
 
-Where none of them changed: the look at them, and all else of a call. Where all did: the refresh
-without the copying.
+If no weight changed, these are the freshness check and the rest of a call. If all changed, it is
+the refresh without the copies.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from amp_fx.weights.split import CachedValueSpec
 
 WEIGHTS_PER_LAYER = 2
-"""A linear layer's weight and bias."""
+"""The weight and the bias of a linear layer."""
 WIDTH = 8
 ROUNDS_PER_REPEAT = 10
-"""A round of the refresh is one call, not a block of them: only the first finds weights stale."""
+"""Rounds of the refresh per repeat. A round is one call, because later calls find fresh values."""
 STALE, FRESH, COPYING = "stale", "fresh", "copying"
 
 
 def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
-    """Times the cache's quick way alone, then whole calls, then a refresh."""
+    """Times the freshness check alone, then calls, then a refresh."""
     depth = settings.pick(tiny=2, cpu=150)
     if is_available():
-        yield _look(settings, WEIGHTS_PER_LAYER * depth, watch)
+        yield _freshness_check(settings, WEIGHTS_PER_LAYER * depth, watch)
     x = torch.randn(1, WIDTH, device=settings.device)
     build = functools.partial(MLP, WIDTH, depth)
     workload = Workload(f"Linear({WIDTH}) x{depth}, batch 1", build, (x,))
@@ -51,7 +51,9 @@ def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
     yield comparison
     medians = {measured.name: measured.timing.median for measured in comparison.measured}
     if {AMP_FX, LIMIT} <= medians.keys():
-        above = statistics.median(ours - limit for ours, limit in comparison.rounds(AMP_FX, LIMIT))
+        above = statistics.median(
+            amp_fx_time - limit_time for amp_fx_time, limit_time in comparison.rounds(AMP_FX, LIMIT)
+        )
         yield Figure("a call of amp_fx", 1e6 * medians[AMP_FX], "µs")
         yield Figure("a call of limit", 1e6 * medians[LIMIT], "µs")
         yield Figure("a call of amp_fx, above limit, round by round", 1e6 * above, "µs")
@@ -59,8 +61,8 @@ def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
         yield _refresh(build, x, settings, watch)
 
 
-def _look(settings: Settings, num_weights: int, watch: Watch) -> Figure:
-    """The time to see that no weight changed."""
+def _freshness_check(settings: Settings, num_weights: int, watch: Watch) -> Figure:
+    """Times the check that no weight changed."""
     name = f"looking at {num_weights} weights that did not change"
     watch(name, 0, 1)
     weights = [nn.Parameter(torch.ones(8, 8, device=settings.device)) for _ in range(num_weights)]
@@ -78,7 +80,7 @@ def _look(settings: Settings, num_weights: int, watch: Watch) -> Figure:
 
 
 def _casts_of(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> list[CachedValueSpec]:
-    """Describes a cast of each weight, as a graph that reads nothing else would."""
+    """Returns the specs of a cast of each weight."""
     prepare = Prepare({position: f"weight {position}" for position in range(len(weights))})
     casts = []
     for position, weight in enumerate(weights):
@@ -91,26 +93,26 @@ def _casts_of(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> list[Cache
 def _refresh(
     build: Callable[[], nn.Module], x: torch.Tensor, settings: Settings, watch: Watch
 ) -> Figure:
-    """Times the first call after a step, a call whose values are fresh, and the copies alone.
+    """Times a call after a step, without a call with fresh values and without the copies.
 
-    The graph takes casts as inputs, as in training; packed values are computed op by op.
+    The graph has casts as inputs, as in training, because packed values are computed op by op.
     """
     with settings.device:
         model = build().eval()
     weights: list[torch.Tensor] = [weight.detach() for weight in model.parameters()]
-    what = f"refresh of {len(weights)} weights after a step, beside the copying"
-    watch(what, 0, 1)
+    description = f"refresh of {len(weights)} weights after a step, beside the copying"
+    watch(description, 0, 1)
     call = compiled(BY_NAME[UNFROZEN], model, (), settings)
     lows = [weight.to(settings.dtype) for weight in weights]
-    # Written by an op that optimizers call, and by no optimizer: hooks on its step may refresh,
-    # outside of what is timed.
+    # Call an op of optimizers instead of an optimizer, whose hooks may refresh before the timed
+    # call.
     write = functools.partial(foreach_mul_, weights, 1.0)
     copy = functools.partial(foreach_copy_, lows, weights)
     run = functools.partial(call, x)
     runs = {STALE: run, FRESH: run, COPYING: copy}
     before = {STALE: write, FRESH: run, COPYING: write}
     with torch.no_grad():
-        for name in [*runs] * WARM_UP_CALLS:  # compiles, and does what only the first calls do
+        for name in [*runs] * WARM_UP_CALLS:  # the first calls compile
             before[name]()
             runs[name]()
         timings = time_in_turns(
@@ -118,5 +120,5 @@ def _refresh(
         )
     torch.compiler.reset()
     rounds = zip(*(timings[name].times for name in (STALE, FRESH, COPYING)), strict=True)
-    rest = statistics.median(stale - fresh - copying for stale, fresh, copying in rounds)
-    return Figure(what, 1e6 * rest, "µs")
+    overhead = statistics.median(stale - fresh - copying for stale, fresh, copying in rounds)
+    return Figure(description, 1e6 * overhead, "µs")

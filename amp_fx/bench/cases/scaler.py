@@ -1,11 +1,7 @@
-"""Times loss scaling in an optimizer's step: amp_fx's, torch's, and none.
+"""Times an optimizer's step with the gradient scaler of amp_fx, with that of torch, and without.
 
-Times ``step`` and ``update``. All take turns on one optimizer, in an order that changes from round
-to round, with fresh gradients each time. What a scaler costs is the difference to the bare step of
-the same round; the medians of that over all rounds are compared.
-
-On the CPU it runs in one thread and counts that thread's own time: a scaler adds a millisecond to a
-step of a hundred, less than what other programs on the machine add by taking turns with it.
+Times ``step`` and ``update``. All contenders take turns on one optimizer, with new gradients each
+time. The overhead of a scaler is the median over rounds of the difference from the bare step.
 """
 
 from __future__ import annotations
@@ -42,17 +38,17 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "SGD fused": lambda params: torch.optim.SGD(params, lr=1e-3, fused=True),
 }
 FUSED = tuple(name for name in OPTIMIZERS if name.endswith("fused"))
-"""Those whose compiled step would be the eager one."""
+"""Optimizers whose compiled step is the eager one."""
 
 NUMEL = 256
-"""Elements of each parameter."""
+"""Number of elements of each parameter."""
 
 ROUNDS_PER_REPEAT = 3
-"""A round of the scalers is one step each, not a block of them."""
+"""Rounds per repeat. A round is one step of each scaler."""
 
 
 def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
-    """A bare step, steps with the scaler of torch and with ours, and ours compiled."""
+    """Times bare steps, steps with torch's scaler and with amp_fx's, and compiled steps."""
     turns = list(_turns(settings))
     for number, (optimizer, size, compiler) in enumerate(turns):
         name = f"{optimizer}, {size} parameters"
@@ -69,21 +65,21 @@ def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
         comparison = Comparison(name, tuple(Measured(*timed) for timed in timings.items()))
         yield comparison
         added: dict[str, float] = {}
-        for who in [name for name in timings if name != BARE]:
-            rounds = comparison.rounds(who, BARE)
-            added[who] = statistics.median(scaled - bare for scaled, bare in rounds)
-            yield Figure(f"{name}: {who} adds", 1e3 * added[who], "ms")
+        for scaler in [name for name in timings if name != BARE]:
+            rounds = comparison.rounds(scaler, BARE)
+            added[scaler] = statistics.median(scaled - bare for scaled, bare in rounds)
+            yield Figure(f"{name}: {scaler} adds", 1e3 * added[scaler], "ms")
         share = 100 * added[AMP_FX] / added[TORCH]
         yield Figure(f"{name}: amp_fx adds, of what torch adds", share, "%")
     for optimizer in OPTIMIZERS if settings.device.type == "cuda" else ():
-        for who, num_waits in count_waits(optimizer, _compiler(optimizer, settings)).items():
-            yield Figure(f"{optimizer}: {who} waits for the device", num_waits, "times a step")
+        for scaler, num_waits in count_waits(optimizer, _compiler(optimizer, settings)).items():
+            yield Figure(f"{optimizer}: {scaler} waits for the device", num_waits, "times a step")
 
 
 def _turns(settings: Settings) -> Iterator[tuple[str, int, str | None]]:
-    """Each optimizer, number of parameters, and what compiles the step, if anything does.
+    """Yields optimizers, numbers of parameters, and the compiler of the step, or None.
 
-    Few parameters where something does: inductor takes most of a second for each.
+    Compiled steps have few parameters, because inductor takes almost a second for each.
     """
     for optimizer in OPTIMIZERS:
         if compiler := _compiler(optimizer, settings):
@@ -93,13 +89,16 @@ def _turns(settings: Settings) -> Iterator[tuple[str, int, str | None]]:
 
 
 def _compiler(optimizer: str, settings: Settings) -> str | None:
-    """Returns the compiler of a step; None where the compiled step is the eager one."""
+    """Returns the compiler of a step, or None if the compiled step is the eager one."""
     return None if optimizer in FUSED else settings.compiler
 
 
 @contextlib.contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
-    """On the CPU a thread's own time is counted, which leaves out those of other threads."""
+    """Uses one thread on the CPU, where only the time of the calling thread is measured.
+
+    A scaler adds a millisecond to a step of a hundred, less than the noise of other programs.
+    """
     num_threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)
@@ -109,8 +108,8 @@ def _one_thread(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-class _Workload:
-    """An optimizer and the scalers that step it: of several, each would lie elsewhere in memory."""
+class _SharedOptimizer:
+    """An optimizer that scalers step in turn, so that its memory has the same addresses for all."""
 
     def __init__(self, optimizer: str, num_params: int, device: str) -> None:
         self._params: list[Tensor] = [
@@ -120,19 +119,19 @@ class _Workload:
         self.optimizer = OPTIMIZERS[optimizer](self._params)
 
     def give_gradients(self, scaler: Any) -> None:
-        """Leaves the gradients that a backward pass of a scaled loss would leave."""
+        """Sets the gradients of a backward pass of the scaled loss."""
         scale = scaler.scale(torch.ones((), device=self._grads[0].device))
         for param, grad in zip(self._params, self._grads, strict=True):
             param.grad = grad * scale
 
     def step_and_update(self, scaler: Any) -> None:
-        """Steps by a scaler."""
+        """Calls ``step`` and ``update`` of a scaler."""
         scaler.step(self.optimizer)
         scaler.update()
 
 
 def count_waits(optimizer: str, compiler: str | None = None) -> dict[str, int]:
-    """Counts the host's waits for the CUDA device in a step and an update, by scaler."""
+    """Returns the number of device synchronizations in a step and an update, by scaler."""
     steps, prepare = _steps(optimizer, 4, "cuda", compiler)
     num_waits = {}
     before = torch.cuda.get_sync_debug_mode()
@@ -152,26 +151,26 @@ def count_waits(optimizer: str, compiler: str | None = None) -> dict[str, int]:
 def _steps(
     optimizer: str, num_params: int, device: str, compiler: str | None
 ) -> tuple[dict[str, Run], dict[str, Run]]:
-    """Steps and updates by scaler, and what gives each its gradients.
+    """Returns functions that step and update by scaler, and functions that set their gradients.
 
-    The first steps, which make state and compile, have been taken. A compiled step, which on a
-    device changes settings of its optimizer, has one of its own.
+    The first steps, which initialize state and compile, have run. A compiled step has its own
+    optimizer, because it changes settings of the optimizer on an accelerator.
     """
     scalers: dict[str, Any] = {
         BARE: GradScaler(device, enabled=False),
         TORCH: torch.amp.GradScaler(device),
         AMP_FX: GradScaler(device),
     }
-    shared = _Workload(optimizer, num_params, device)
+    shared = _SharedOptimizer(optimizer, num_params, device)
     steps: dict[str, Run] = {}
     before: dict[str, Run] = {}
     for name, scaler in scalers.items():
         steps[name] = functools.partial(shared.step_and_update, scaler)
         before[name] = functools.partial(shared.give_gradients, scaler)
     if compiler is not None:
-        scaler, own = GradScaler(device), _Workload(optimizer, num_params, device)
-        steps[COMPILED] = scaler.compile_step(own.optimizer, backend=compiler)
-        before[COMPILED] = functools.partial(own.give_gradients, scaler)
+        scaler, separate = GradScaler(device), _SharedOptimizer(optimizer, num_params, device)
+        steps[COMPILED] = scaler.compile_step(separate.optimizer, backend=compiler)
+        before[COMPILED] = functools.partial(separate.give_gradients, scaler)
     for name in [*steps] * 3:
         before[name]()
         steps[name]()

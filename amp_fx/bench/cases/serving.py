@@ -1,7 +1,7 @@
-"""Latencies of calls one by one, and the throughput of many clients of one model.
+"""Times the latency of single calls, and the throughput of many clients of one model.
 
-Inductor compiles its loops for the number of threads that torch has at the time, so each number of
-threads has models of its own.
+Models are compiled again for each number of threads, because inductor compiles its loops for the
+current number.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ PERCENTILES = (50, 95, 99)
 
 
 def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
-    """Measures native and amp_fx on inference of one row, with 1 and 2 threads for each call."""
+    """Measures native and amp_fx on inference of one row, with 1 and 2 threads per call."""
     names = [name for name in (NATIVE, AMP_FX) if settings.takes_part(name)]
     width = settings.pick(tiny=16, cpu=1024)
     x = torch.randn(1, width, device=settings.device)
     workload = Workload(f"Linear({width}) x6, batch 1", functools.partial(MLP, width, 6), (x,))
     for num_threads in THREADS:
-        what = f"{workload.name}, {num_threads} thread{'s' if num_threads > 1 else ''}"
-        watch(what, num_threads, 1 + len(THREADS))
+        title = f"{workload.name}, {num_threads} thread{'s' if num_threads > 1 else ''}"
+        watch(title, num_threads, 1 + len(THREADS))
         with threads(num_threads):
             calls = {name: _compiled(name, workload, settings) for name in names}
-            yield from _latencies(what, calls, num_threads, settings.repeats)
-            yield from _throughputs(f"{what}, {CLIENTS} clients", calls, settings.repeats)
+            yield from _latencies(title, calls, num_threads, settings.repeats)
+            yield from _throughputs(f"{title}, {CLIENTS} clients", calls, settings.repeats)
         torch.compiler.reset()
 
 
@@ -56,7 +56,7 @@ def _compiled(name: str, workload: Workload, settings: Settings) -> Run:
 def _latencies(
     what: str, calls: dict[str, Run], num_threads: int, repeats: int
 ) -> Iterator[Figure]:
-    """Percentiles over calls of one client, each timed by itself, contenders in turns."""
+    """Yields percentiles over calls of one client, which are timed one by one, in turns."""
     timers = {
         name: benchmark.Timer("call()", globals={"call": call}, num_threads=num_threads)
         for name, call in calls.items()
@@ -66,14 +66,14 @@ def _latencies(
         for name, timer in timers.items():
             samples[name] += [timer.timeit(1).median for _ in range(CALLS_PER_ROUND)]
     for name, seconds in samples.items():
-        found = torch.tensor(seconds, dtype=torch.float64)
+        times = torch.tensor(seconds, dtype=torch.float64)
         for percentile in PERCENTILES:
-            value = 1e3 * float(found.quantile(percentile / 100))
+            value = 1e3 * float(times.quantile(percentile / 100))
             yield Figure(f"{what}: {name}, one client, latency p{percentile}", value, "ms")
 
 
 def _throughputs(what: str, calls: dict[str, Run], repeats: int) -> Iterator[Figure]:
-    """Calls per second of clients that call one model at the same time, each as fast as it can."""
+    """Yields calls per second of clients that call one model concurrently, without pauses."""
     with ThreadPoolExecutor(CLIENTS) as pool:
 
         def serve(call: Run) -> None:
@@ -84,8 +84,8 @@ def _throughputs(what: str, calls: dict[str, Run], repeats: int) -> Iterator[Fig
             list(pool.map(client, range(CLIENTS)))
 
         runs = {name: functools.partial(serve, call) for name, call in calls.items()}
-        for each in runs.values():
-            each()  # threads make their first calls
+        for run_clients in runs.values():
+            run_clients()  # first calls of the threads
         timings = time_in_turns(runs, repeats=repeats, steps=1)
     rates = {name: CLIENTS * CALLS_PER_ROUND / t.median for name, t in timings.items()}
     for name, rate in rates.items():
