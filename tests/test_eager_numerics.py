@@ -178,7 +178,7 @@ def test_float32_products_of_a_dynamic_batch(mode: str) -> None:
     policy = amp_fx.Policy.default("cpu").with_modules({"0": "fp32"})
     with amp_fx.autocast("cpu", policy=policy):
         expected = model(x)
-    options = {"numerics": mode, "policy": policy}
+    options: dict[str, Any] = {"numerics": mode, "policy": policy}
     program = torch.compile(model, backend="amp_fx", dynamic=True, options=options)
     assert torch.equal(program(x), expected.float())
 

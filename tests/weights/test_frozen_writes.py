@@ -89,7 +89,8 @@ class Scaled(nn.Module):
         self.inner.bias.data = self.inner.bias.data.bfloat16()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x).float() * self.inner.bias.float()
+        y: torch.Tensor = self.inner(x)
+        return y.float() * self.inner.bias.float()
 
 
 class Small(nn.Module):
