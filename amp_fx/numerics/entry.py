@@ -17,7 +17,7 @@ from amp_fx.numerics.dtype_choice import DtypeChoice
 from amp_fx.numerics.report import AccuracyReport
 from amp_fx.numerics.running import caller_of, run_step
 from amp_fx.numerics.shadow import tensors_in
-from amp_fx.numerics.state import refuse_strange
+from amp_fx.numerics.state import check_has_data
 from amp_fx.options import check_device_dtype, default_dtype
 from amp_fx.progress import working
 from amp_fx.second_call import takes_inputs_later
@@ -203,7 +203,7 @@ def device_type_of(step: Any, args: Any, asked: Asked) -> str:
     if isinstance(step, torch.nn.Module):
         tensors += [*step.parameters(), *step.buffers()]
     for tensor in tensors:
-        refuse_strange(tensor)
+        check_has_data(tensor)
     found = {tensor.device.type for tensor in tensors} - {"cpu"}
     return next(iter(sorted(found)), "cpu")
 

@@ -51,7 +51,7 @@ class Float8ShadowMode(ShadowMode):  # type: ignore[no-untyped-call]
         """
         if self.is_paused or not is_tracked(x) or not is_tracked(weight):
             return run()
-        self.guard.look_at([x, weight])
+        self.guard.note_inputs([x, weight])
         with self.paused():
             result = run()
         ends = [] if offsets is None else offsets.tolist()

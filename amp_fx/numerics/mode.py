@@ -28,10 +28,10 @@ from amp_fx.numerics.shadow import (
     in_reference,
     is_tracked,
     names_low_dtype,
-    random_state,
     tensors_in,
     widened,
 )
+from amp_fx.numerics.state import random_state
 from amp_fx.numerics.storages import address_of
 from amp_fx.torch_private.modes import DisableTorchFunction
 

@@ -16,15 +16,8 @@ import torch.utils.checkpoint
 
 from amp_fx.graphs.places import NodeLocation
 from amp_fx.numerics.places import CallNotes, Names, Places
-from amp_fx.numerics.shadow import (
-    facts_of,
-    is_custom,
-    is_wrapped,
-    latest_node_number,
-    number_of,
-    running_node,
-    tensors_in,
-)
+from amp_fx.numerics.shadow import facts_of, is_custom, is_wrapped, number_of, tensors_in
+from amp_fx.torch_private.autograd import current_autograd_node, latest_sequence_number
 from amp_fx.torch_private.modes import DisableTorchFunction, TorchDispatchMode
 from amp_fx.torch_private.ops import OpOverload
 
@@ -48,7 +41,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.places = Places(self.notes)
         self.names = Names(self.places, modules)
         self._site_of: dict[int, NodeLocation] = {}
-        self._last_number = latest_node_number()
+        self._last_number = latest_sequence_number()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -69,15 +62,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.see_wrapped(wrapped)
             self.guard.has_wrappers = True
             return NotImplemented  # it calls ops on the tensors that it consists of
-        if self.guard.is_aside(tensors):
+        if self.guard.is_size_computation(tensors):
             return func(*args, **kwargs)
-        self.guard.look_at(tensors)
+        self.guard.note_inputs(tensors)
         if isinstance(func, OpOverload):
             self.guard.save(facts_of(func).written(args, kwargs))
             results = self.run(func, args, kwargs, tensors)
         else:
             results = self.run_other(func, args, kwargs)
-        self.guard.note_made(results, tensors)
+        self.guard.note_results(results, tensors)
         return results
 
     def run(
@@ -106,10 +99,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         The stage is ``"forward"``, ``"backward"``, or ``"again"`` in a checkpoint. The site of an
         op of a backward is that of its forward; in a custom function it is the line that runs.
         """
-        node = running_node()
+        node = current_autograd_node()
         if node is not None and not torch.is_grad_enabled():
             return "backward", self._site_in_backward(node, kernel), None
-        number = latest_node_number()
+        number = latest_sequence_number()
         site = self.places.here(kernel)
         is_own = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         # A custom function makes its node before its forward; other ops may make none.
@@ -128,7 +121,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def count_node(self) -> None:
         """Notes the number of the last node of autograd that is not a custom function's."""
-        self._last_number = latest_node_number()
+        self._last_number = latest_sequence_number()
 
     def site_of(self, number: int) -> NodeLocation:
         """The site of the op with some node of autograd."""

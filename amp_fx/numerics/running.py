@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from typing import TYPE_CHECKING, Any
@@ -21,15 +20,15 @@ from amp_fx.numerics.shadow import (
     is_custom,
     is_tracked,
     number_of,
-    python_random_state,
     tensors_in,
     unwrapped,
 )
-from amp_fx.numerics.state import StateGuard, guard_of
+from amp_fx.numerics.state import guard_of, undisturbed
 from amp_fx.torch_private.autocast import DisableAutocast
 from amp_fx.torch_private.modes import DisableTorchFunction
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Callable, Iterable, Iterator
 
     from amp_fx.numerics.entry import Asked
@@ -251,7 +250,7 @@ def run_step(
             with region(), CallNotes(), Recorder(guard):
                 loss = loss_of(step(*args, **kwargs), asked.loss)
             plain = None if loss is None else float(loss.detach())
-            guard.refuse_other_dtypes()
+            guard.check_float32()
             guard.restore()
             rewind()
         mode = Float8ShadowMode(asked.reference, guard, asked.modules, is_brief=is_brief)
@@ -263,33 +262,6 @@ def run_step(
     if mode.num_healed:
         return {**fields, "loss": plain}
     return {**fields, "is_repeatable": str(plain) == str(fields["loss"])}  # a NaN equals itself
-
-
-@contextlib.contextmanager
-def undisturbed(guard: StateGuard, *, is_eager: bool = True) -> Iterator[Callable[[], None]]:
-    """Puts everything back in the end; gives what sets random numbers back at once.
-
-    What was compiled runs eagerly inside, so that every op is seen and Dynamo compiles nothing,
-    unless it is told otherwise.
-    """
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    with torch.random.fork_rng(devices):
-        cpu = torch.get_rng_state()
-        others = torch.cuda.get_rng_state_all() if devices else []
-        rewind_python = python_random_state()
-
-        def rewind() -> None:
-            torch.set_rng_state(cpu)
-            if others:
-                torch.cuda.set_rng_state_all(others)
-            rewind_python()
-
-        try:
-            with torch.compiler.set_stance("force_eager" if is_eager else "default"):
-                yield rewind
-        finally:
-            guard.restore()
-            rewind_python()
 
 
 def caller_of(step: Callable[..., Any]) -> Callable[..., Any]:

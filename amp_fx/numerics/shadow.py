@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import random
-import sys
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,29 +17,13 @@ import torch
 from amp_fx.numerics.storages import Marks
 from amp_fx.torch_private import pytree
 from amp_fx.torch_private.autocast import DisableAutocast
-from amp_fx.torch_private.autograd import (
-    DispatchBelowAutograd,
-    current_autograd_node,
-    latest_sequence_number,
-    neg_view,
-    preserve_version_counters,
-)
+from amp_fx.torch_private.autograd import DispatchBelowAutograd, neg_view
 from amp_fx.torch_private.modes import DisableTorchFunction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
 
     from amp_fx.torch_private.ops import OpOverload
-
-
-def latest_node_number() -> int:
-    """The number of the node of autograd that was made last in this thread.
-
-    While an op runs below autograd, that is its own, if a gradient is recorded. Relies on
-    ``torch.autograd._get_sequence_nr``, as AOTAutograd does.
-    """
-    return latest_sequence_number()
 
 
 def number_of(node: Any) -> int:
@@ -52,20 +34,6 @@ def number_of(node: Any) -> int:
 def is_custom(node: Any) -> bool:
     """Returns True if a node of autograd is that of a custom function."""
     return isinstance(node, torch.autograd.function.BackwardCFunction)
-
-
-def running_node() -> Any:
-    """The node whose backward is running in this thread; None if none is."""
-    return current_autograd_node()
-
-
-def unseen_writes(tensors: list[torch.Tensor]) -> AbstractContextManager[None]:
-    """Context manager that hides writes from autograd, as in a running backward.
-
-    Relies on ``torch.autograd._unsafe_preserve_version_counter``.
-    """
-    context: AbstractContextManager[None] = preserve_version_counters(tuple(tensors))
-    return context
 
 
 def compiled_with(step: Any) -> tuple[dict[str, Any], bool | None]:
@@ -401,30 +369,6 @@ def below_everything() -> Iterator[None]:
     """
     with DisableAutocast(), DispatchBelowAutograd(), DisableTorchFunction():
         yield
-
-
-def random_state(device: torch.device) -> Callable[[], None]:
-    """Takes the state of the random numbers of a device; call what is returned to go back."""
-    if device.type == "cpu":
-        state = torch.get_rng_state()
-        return lambda: torch.set_rng_state(state)
-    module = getattr(torch, device.type)
-    state = module.get_rng_state(device)
-    return lambda: module.set_rng_state(state, device)
-
-
-def python_random_state() -> Callable[[], None]:
-    """Takes the states of ``random`` and of NumPy, if that is there; call it to go back."""
-    numpy: Any = sys.modules.get("numpy")
-    ours = random.getstate()
-    theirs = numpy.random.get_state() if numpy is not None else None
-
-    def go_back() -> None:
-        random.setstate(ours)
-        if theirs is not None:
-            numpy.random.set_state(theirs)
-
-    return go_back
 
 
 def dropped_out(shadow: torch.Tensor, args: tuple[Any, ...], mask: torch.Tensor) -> torch.Tensor:

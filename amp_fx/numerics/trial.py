@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.numerics.running import undisturbed
 from amp_fx.numerics.shadow import tensors_in
-from amp_fx.numerics.state import guard_of, leaves_of, modules_of
+from amp_fx.numerics.state import guard_of, leaves_of, modules_of, undisturbed
 from amp_fx.torch_private import pytree
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ class Trial:
             args, kwargs = copied((self.args, self.kwargs))
             with self.region(), watch():
                 result = call(*args, **kwargs)
-            self.outputs = _detached(result)
+            self.outputs = detached(result)
             found |= {f"output {i}{when}": t for i, t in enumerate(tensors_in(result))}
             found = {name: value.detach().clone() for name, value in found.items()}
             if all(parameter.grad is None for parameter in self.parameters.values()):
@@ -139,7 +138,8 @@ def _differentiate(result: Any, loss: Callable[[Any], Any] | None, watch: Contex
             raise
 
 
-def _detached(tree: Any) -> Any:
+def detached(tree: Any) -> Any:
+    """Returns copies of tensors without gradients."""
     return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), tree)
 
 

@@ -7,15 +7,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_fx.numerics.shadow import (
-    below_everything,
-    facts_of,
-    latest_node_number,
-    number_of,
-    running_node,
-    unseen_writes,
-)
+from amp_fx.numerics.shadow import below_everything, facts_of, number_of
 from amp_fx.numerics.storages import StorageReference, address_of
+from amp_fx.torch_private.autograd import (
+    current_autograd_node,
+    latest_sequence_number,
+    preserve_version_counters,
+)
 
 aten = torch.ops.aten
 
@@ -26,8 +24,8 @@ class Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        node = running_node()
-        number = latest_node_number() if node is None else number_of(node)
+        node = current_autograd_node()
+        number = latest_sequence_number() if node is None else number_of(node)
         self.seen.append((func.name(), number))
         return func(*args, **(kwargs or {}))
 
@@ -84,7 +82,7 @@ def test_nothing_is_seen_from_below() -> None:
 def test_a_write_that_is_taken_back_is_not_seen() -> None:
     x = torch.zeros(3)
     before = x._version
-    with unseen_writes([x]):
+    with preserve_version_counters((x,)):
         x.add_(1)
     assert x._version == before
 

@@ -20,16 +20,13 @@ from amp_fx.numerics.audit.updates import ScalerRule, UpdateRule
 from amp_fx.numerics.audit.use_of_regions import LowWeightRule, RegionRule
 from amp_fx.numerics.entry import name_of
 from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
-from amp_fx.numerics.running import loss_of, undisturbed
-from amp_fx.numerics.state import guard_of, known_to, leaves_of, modules_of
+from amp_fx.numerics.running import loss_of
+from amp_fx.numerics.state import guard_of, known_to, leaves_of, modules_of, undisturbed
 from amp_fx.progress import working
 from amp_fx.regions.state import no_autocast
-from amp_fx.torch_private import pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from amp_fx.numerics.state import StateGuard
 
 
 def audit(
@@ -85,35 +82,37 @@ class _Audit:
         self.modules = modules_of(step)
         self.optimizers = [v for v in known if isinstance(v, torch.optim.Optimizer)]
         self.scalers = [v for v in known if isinstance(v, torch.amp.GradScaler)]
-        self.others = [v for v in known if isinstance(v, _RESTORED)]
+        self.generators = [v for v in known if isinstance(v, torch.Generator)]
+        held = (torch.amp.GradScaler, torch.optim.Optimizer, PlainStep)
+        self.guard = guard_of(step, *(v for v in known if isinstance(v, held)))
 
     def run(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> AuditReport:
         """Runs the step, a second time if hooks on saved tensors cannot be used in it."""
-        guard = guard_of(self.step, *self.optimizers)
-        with undisturbed(guard) as rewind, _restored(self.others):
+        with contextlib.ExitStack() as stack, undisturbed(self.guard) as rewind:
+            for generator in self.generators:
+                stack.callback(generator.set_state, generator.get_state())
             try:
-                return self._observe(guard, call, args, kwargs, counts_saved=True)
+                return self._observe(call, args, kwargs, counts_saved=True)
             except RuntimeError as error:
                 if "saved tensor hooks" not in str(error):
                     raise
-            guard.restore()
+            self.guard.restore()
             rewind()
-            return self._observe(guard, call, args, kwargs, counts_saved=False)
+            return self._observe(call, args, kwargs, counts_saved=False)
 
     def _observe(
         self,
-        guard: StateGuard,
         call: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
         counts_saved: bool,
     ) -> AuditReport:
-        mode = AuditMode(guard, self.modules)
+        mode = AuditMode(self.guard, self.modules)
         weights = self._weights()
-        guard.look_at([w for w in weights if w.is_leaf])
+        self.guard.note_inputs([w for w in weights if w.is_leaf])
         updates, roundings = UpdateRule(mode), Roundings()
         losses = LossRule(roundings)
         mode.rules += [
@@ -181,35 +180,6 @@ class _Audit:
         ]
         for what, tensor in dict.fromkeys(members):
             mode.uses.add(what, [tensor], mode.names.module_of(tensor))
-
-
-_RESTORED = (
-    *(torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler, torch.Generator),
-    PlainStep,
-)
-"""Classes whose objects are restored, besides modules and optimizers."""
-
-
-@contextlib.contextmanager
-def _restored(objects: list[Any]) -> Iterator[None]:
-    """Restores the attributes of scalers and schedulers, and the state of generators."""
-    states: list[Any] = [
-        each.get_state() if isinstance(each, torch.Generator) else _copied(each) for each in objects
-    ]
-    try:
-        yield
-    finally:
-        for each, state in zip(objects, states, strict=True):
-            if isinstance(each, torch.Generator):
-                each.set_state(state)
-            else:
-                vars(each).clear()
-                vars(each).update(state)
-
-
-def _copied(value: Any) -> dict[str, Any]:
-    """Returns an object's attributes, with copies of containers but not of what these hold."""
-    return {name: pytree.tree_map(lambda leaf: leaf, v) for name, v in vars(value).items()}
 
 
 @contextlib.contextmanager

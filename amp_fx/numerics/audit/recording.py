@@ -17,8 +17,9 @@ from amp_fx.dtypes import dtype_name
 from amp_fx.numerics.audit.regions import Regions
 from amp_fx.numerics.audit.report import Use
 from amp_fx.numerics.recorder import Recorder
-from amp_fx.numerics.shadow import facts_of, is_wrapped, running_node, tensors_in
-from amp_fx.numerics.storages import address_of
+from amp_fx.numerics.shadow import facts_of, is_wrapped, tensors_in
+from amp_fx.numerics.storages import Marks
+from amp_fx.torch_private.autograd import current_autograd_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -143,7 +144,7 @@ class AuditMode(Recorder):  # type: ignore[no-untyped-call]
         self.is_updating = False
         self.num_backwards = 0
         """The number of ops of a backward."""
-        self._saved: set[int] = set()
+        self._saved: Marks[None] = Marks()
 
     def run(
         self,
@@ -154,7 +155,7 @@ class AuditMode(Recorder):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Runs an op, and describes it to the rules."""
         is_sum = op is torch.ops.aten.add_.Tensor and is_below_float32(tensors[0].dtype)
-        node = running_node()
+        node = current_autograd_node()
         before = tensors[0].detach().clone() if is_sum and node is not None else None
         results = op(*args, **kwargs)
         # A closure of an optimizer, as LBFGS calls it, is a forward and a backward.
@@ -208,11 +209,11 @@ class AuditMode(Recorder):  # type: ignore[no-untyped-call]
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         """Counts a tensor that autograd saves for the backward."""
-        if not self.is_paused and tensor.layout is torch.strided and not is_wrapped(tensor):
-            address = address_of(tensor)
-            if address not in self._saved and self.guard.is_made(tensor):
-                self._saved.add(address)
-                self.uses.add("saved activations", [tensor], self.here().module)
+        if self.is_paused or tensor.layout is not torch.strided or is_wrapped(tensor):
+            return tensor
+        if not self._saved.has(tensor) and self.guard.is_allocated(tensor):
+            self._saved.put(tensor, None)
+            self.uses.add("saved activations", [tensor], self.here().module)
         return tensor
 
 
