@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.text import Text
@@ -28,6 +28,8 @@ class DtypeChoice(Report):
         before: In the dtype that was named first.
         after: In the other one.
     """
+
+    computed, omitted = ("verdict", "is_safe", "reports"), ("before", "after")
 
     before: AccuracyReport
     after: AccuracyReport
@@ -90,11 +92,6 @@ class DtypeChoice(Report):
             return ""
         low, high = self.after.suggested_scale
         return f" Scale the loss by {low:g} to {high:g}."
-
-    def to_dict(self) -> dict[str, Any]:
-        """``verdict``, ``is_safe`` and both reports, as ``AccuracyReport.to_dict`` gives them."""
-        reports = [report.to_dict() for report in self.reports]
-        return {"verdict": self.verdict, "is_safe": self.is_safe, "reports": reports}
 
     def _render(self) -> RenderableType:
         tables = (render(report) for report in self.reports)

@@ -28,7 +28,6 @@ class Measures:
         singular: Those among them that come of finite inputs: the logarithm of what became zero.
         flushed: Elements that are zero where the same op in the reference is not.
         nonzero: Elements that are not zero there.
-        lost: Elements that are zero where the reference program's are not.
         flips: Elements of a discrete result that differ.
     """
 
@@ -45,7 +44,6 @@ class Measures:
     singular: int = 0
     flushed: int = 0
     nonzero: int = 0
-    lost: int = 0
     flips: int = 0
 
     def add(self, other: Measures) -> None:
@@ -115,12 +113,11 @@ def measure_float(
     if counts_zeros and repeated is not None:
         zeros = result == 0
         numbers += [((repeated != 0) & zeros).sum(), torch.count_nonzero(repeated)]
-        numbers.append(numbers[-2] if error is eps else ((shadow != 0) & zeros).sum())
     read = torch.stack([n.to(torch.float64) for n in numbers]).tolist()
     found.error_sq, found.shadow_sq = read[:2]
     found.max_abs = _largest(abs(read[2]), abs(read[3]))
     if counts_zeros and repeated is not None:
-        found.flushed, found.nonzero, found.lost = map(int, read[-3:])
+        found.flushed, found.nonzero = map(int, read[-2:])
     if eps is not None:
         found.local_sq, found.local_ref_sq = read[:2] if error is eps else read[4:6]
     if not _is_sound(found):

@@ -73,6 +73,12 @@ class OpRecord(Measures):
         recipe: That of a product in float8 (``"rowwise"``); else empty.
     """
 
+    computed = (
+        *("local", "accumulated", "effect_rms", "norm", "amplification", "underflow", "headroom"),
+        "sqnr",
+    )
+    omitted = ("local_sq", "local_ref_sq", "error_sq", "shadow_sq", "effect_sq")
+
     index: int = 0
     stage: str = "forward"
     module: str = ""
@@ -102,6 +108,11 @@ class OpRecord(Measures):
     def norm(self) -> float:
         """The norm (L2) of the result in the reference program."""
         return math.sqrt(self.shadow_sq)
+
+    @property
+    def sqnr(self) -> float:
+        """The signal-to-noise ratio of the op itself, in decibels."""
+        return -20 * math.log10(self.local) if self.local > 0 else math.inf
 
     @property
     def amplification(self) -> float:

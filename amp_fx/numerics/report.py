@@ -17,7 +17,7 @@ from amp_fx.explanation.table import folded_path, without_numbers
 from amp_fx.numerics.measures import relative
 from amp_fx.numerics.records import number, share
 from amp_fx.numerics.suspects import LEAST_EFFECT, find_suspects, policy_of_suspects
-from amp_fx.reports import Report, as_plain, dtype_cell, new_table, times
+from amp_fx.reports import Report, dtype_cell, new_table, times
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -181,7 +181,7 @@ def _scale_words(report: AccuracyReport) -> str:
 
 MOST_FORETOLD = 2.0
 """How many times the error of the loss its first order may be off by."""
-SCHEMA = 2
+SCHEMA = 3
 """The number of the form of ``to_dict``; raised when a key goes or changes its meaning."""
 
 
@@ -220,6 +220,9 @@ class AccuracyReport(Report):
             no such scale, or no such gradient.
         not_examined: What could not be examined.
     """
+
+    computed = ("error", "predicted_error", "gradient_error", "flushed_gradients", "suspects")
+    omitted = ("used_policy",)
 
     model: str
     used_policy: Policy
@@ -330,25 +333,8 @@ class AccuracyReport(Report):
         ``underflow``, ``headroom`` and ``sqnr`` (in decibels) too. Numbers that JSON lacks are
         strings: ``"nan"``, ``"inf"``.
         """
-        plain = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in ("nodes", "used_policy")
-        }
-        found = {
-            "schema": SCHEMA,
-            "torch": torch.__version__,
-            **plain,
-            "used_policy": str(self.used_policy),
-            "error": self.error,
-            "predicted_error": self.predicted_error,
-            "gradient_error": self.gradient_error,
-            "flushed_gradients": self.flushed_gradients,
-            "suspects": self.suspects,
-            "nodes": [_node_dict(node) for node in self.nodes],
-        }
-        plain_dict: dict[str, Any] = as_plain(found)
-        return plain_dict
+        texts = {"torch": torch.__version__, "used_policy": str(self.used_policy)}
+        return {"schema": SCHEMA, **super().to_dict(), **texts}
 
     def _render(self) -> RenderableType:
         return render(self)
@@ -359,17 +345,6 @@ class AccuracyReport(Report):
             f"<AccuracyReport of {self.model} in {self.dtype}: loss {self.loss} "
             f"({self.reference} {self.reference_loss}), {len(self.suspects)} suspects>"
         )
-
-
-def _node_dict(node: OpRecord) -> dict[str, Any]:
-    sqnr = -20 * math.log10(node.local) if node.local > 0 else math.inf
-    fields = {name: value for name, value in vars(node).items() if not name.endswith("_sq")}
-    return {**fields, **{name: getattr(node, name) for name in _DERIVED}, "sqnr": sqnr}
-
-
-_DERIVED = (
-    *("local", "accumulated", "effect_rms", "norm", "amplification", "underflow", "headroom"),
-)
 
 
 MEASURES = ("effect", "error", "headroom")

@@ -72,6 +72,8 @@ class Unit:
         nodes: The ops.
     """
 
+    omitted = ("nodes",)
+
     module: str
     op: str
     why: str = dataclasses.field(compare=False)

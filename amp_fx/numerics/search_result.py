@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from amp_fx.numerics.records import number
-from amp_fx.reports import Report, as_plain, new_table
+from amp_fx.reports import Report, new_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from amp_fx.numerics.report import AccuracyReport
     from amp_fx.numerics.search import Unit
     from amp_fx.policies.policy import Policy
-
-
-_OF_UNIT = ("module", "op", "treatment", "why", "order")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +57,8 @@ class SearchResult(Report):
             float8.
     """
 
+    computed, omitted = ("evaluations",), ("report", "policy")
+
     model: str
     dtype: str
     policy: Policy
@@ -82,19 +81,8 @@ class SearchResult(Report):
         return len(self.history)
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as dictionaries, lists, strings and numbers, but for the report."""
-        found: dict[str, Any] = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in ("report", "policy")
-        }
-        found |= {
-            "policy": str(self.policy),
-            "evaluations": self.evaluations,
-            "units": [{name: getattr(unit, name) for name in _OF_UNIT} for unit in self.units],
-        }
-        plain: dict[str, Any] = as_plain(found)
-        return plain
+        """Returns the result without the report, with the text of the policy."""
+        return {**super().to_dict(), "policy": str(self.policy)}
 
     def _render(self) -> RenderableType:
         head = (

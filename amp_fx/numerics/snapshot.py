@@ -194,6 +194,8 @@ class ReportDiff(Report):
         after: The second one.
     """
 
+    computed, omitted = ("rows",), ("before", "after")
+
     before: AccuracyReport
     after: AccuracyReport
 
@@ -201,10 +203,6 @@ class ReportDiff(Report):
     def rows(self) -> list[Change]:
         """NodeLocation, what differs, before and after: suspects, dtypes of ops, and errors."""
         return changes(of(self.before), of(self.after), FACTOR)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The rows."""
-        return {"rows": [list(row) for row in self.rows]}
 
     def _render(self) -> RenderableType:
         return table(self.rows, "before", "after")

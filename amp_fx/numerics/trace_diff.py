@@ -15,7 +15,7 @@ from amp_fx.numerics.equality import Difference, compare
 from amp_fx.numerics.measures import relative
 from amp_fx.numerics.records import UNIT, number
 from amp_fx.numerics.shadow import MOVES
-from amp_fx.reports import Report, as_plain, dtype_cell, new_table
+from amp_fx.reports import Report, dtype_cell, new_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -174,6 +174,8 @@ class TraceDiff(Report):
         ops: The results that differ, in order.
     """
 
+    computed = ("first", "amplifiers")
+
     before: str
     after: str
     num_aligned: int
@@ -191,14 +193,6 @@ class TraceDiff(Report):
         """The ops that differ by more than rounding, the one that amplifies most first."""
         found = [op for op in self.ops if not op.is_rounding]
         return tuple(sorted(found, key=lambda op: -op.amplification))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields by name, ``first``, and ``amplifiers``."""
-        amplifiers = [dataclasses.asdict(op) for op in self.amplifiers]
-        first = None if self.first is None else dataclasses.asdict(self.first)
-        fields = {**dataclasses.asdict(self), "first": first, "amplifiers": amplifiers}
-        plain: dict[str, Any] = as_plain(fields)
-        return plain
 
     def _render(self) -> RenderableType:
         counts = (

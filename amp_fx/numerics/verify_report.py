@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 from rich.text import Text
 
-from amp_fx.reports import Report, as_plain
+from amp_fx.reports import Report
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -36,6 +36,8 @@ class VerifyReport(Report):
         reference: What the tensors were compared with.
     """
 
+    computed = ("is_equal",)
+
     model: str
     dtype: str
     device_type: str
@@ -51,11 +53,6 @@ class VerifyReport(Report):
     def is_equal(self) -> bool:
         """True if every bit is, of a program that was compiled."""
         return not self.differences and self.num_graphs > 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields by name, and ``is_equal``."""
-        plain: dict[str, Any] = as_plain({**dataclasses.asdict(self), "is_equal": self.is_equal})
-        return plain
 
     def _render(self) -> RenderableType:
         head = f"{self.model} on {self.device_type} in {self.dtype}: "

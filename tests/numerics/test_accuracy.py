@@ -353,7 +353,7 @@ def test_json_and_texts() -> None:
     report = amp_fx.accuracy(Bare())(*Bare.inputs())
     again = json.loads(report.to_json())
     assert again == report.to_dict()
-    assert again["schema"] == 2
+    assert again["schema"] == 3
     assert len(again["nodes"]) == len(report.nodes)
     assert {"local", "accumulated", "effect", "sqnr", "headroom"} <= set(again["nodes"][0])
     assert "no suspects" in str(report)
