@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -131,7 +132,7 @@ def accuracy(
         reference=_reference(reference),
         scale=scale_for(scale),
         loss=loss,
-        modules=_patterns(modules),
+        modules=None if modules is None else patterns_of("modules", modules),
     )
 
     @functools.wraps(target, assigned=("__doc__",), updated=())
@@ -177,22 +178,28 @@ def _reference(reference: Any) -> torch.dtype:
     return found
 
 
+def check_number(
+    name: str, value: Any, what: str, *, least: float = 0.0, is_whole: bool = False
+) -> None:
+    """Raises an error if an argument is not a finite number of at least ``least``."""
+    is_number = isinstance(value, int if is_whole else (int, float)) and value is not True
+    if not is_number or value is False or not least <= value < math.inf:
+        raise OptionError(f"{name}={value!r} is not {what}")
+
+
 def scale_for(scale: Any) -> float:
-    """A scale of the loss, checked."""
-    is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-    if not is_number or not 0 < scale < math.inf:
-        raise OptionError(f"scale={scale!r} is not a positive number")
+    """Returns a scale of the loss, checked."""
+    check_number("scale", scale, "a positive number", least=sys.float_info.min)
     return float(scale)
 
 
-def _patterns(modules: Any) -> tuple[str, ...] | None:
-    if modules is None:
-        return None
-    given = (modules,) if isinstance(modules, str) else modules
-    found = tuple(given) if isinstance(given, (tuple, list)) else ()
-    if not all(isinstance(pattern, str) for pattern in found) or not found:
-        raise OptionError(f"modules={modules!r}: give patterns of module paths, like 'h.3.*'")
-    return found
+def patterns_of(name: str, value: Any) -> tuple[str, ...]:
+    """Returns patterns of module paths, checked."""
+    patterns = (value,) if isinstance(value, str) else value
+    is_sequence = isinstance(patterns, (tuple, list))
+    if not is_sequence or not all(isinstance(pattern, str) for pattern in patterns):
+        raise OptionError(f"{name}={value!r}: give patterns of module paths, like 'h.*.mlp'")
+    return tuple(patterns)
 
 
 def device_type_of(step: Any, args: Any, asked: Asked) -> str:

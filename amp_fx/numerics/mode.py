@@ -91,7 +91,7 @@ class ShadowedCall:
 
     def _note_origin_of_infinity(self, result: torch.Tensor) -> None:
         """Looks whether the reference, which runs the same here, becomes infinite."""
-        if self.mode.is_brief or not self.tensors:
+        if self.mode.is_brief or self.facts.is_empty or not self.tensors:
             return
         with below_everything():
             total = float(result.sum()) if not result.is_complex() else 0.0

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.errors import OptionError
 from amp_fx.explanation.running import isolated
 from amp_fx.front.settings import unwrap
 from amp_fx.graphs.places import NodeLocation
@@ -18,7 +17,7 @@ from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
 from amp_fx.numerics.shadow import backend_of, compiled_with
 from amp_fx.numerics.trace import SAMPLE, Trace, TraceMode, is_traced
 from amp_fx.numerics.trial import Trial
-from amp_fx.options import COMPILERS, Options
+from amp_fx.options import Options
 from amp_fx.progress import working
 
 if TYPE_CHECKING:
@@ -57,8 +56,8 @@ def record(
         ArgumentTypeError: The step is neither a module nor a function.
     """
     target, settings = unwrap(step, "amp_fx.record")
-    if compiler is not None and compiler not in COMPILERS:
-        raise OptionError(f"compiler={compiler!r} is not one of {', '.join(map(repr, COMPILERS))}")
+    if compiler is not None:
+        Options.parse({"compiler": compiler})
     how = "eager" if compiler is None else f"compiled by {compiler}"
 
     @functools.wraps(target, assigned=("__doc__",), updated=())

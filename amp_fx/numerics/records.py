@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from amp_fx.numerics.measures import Measures
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable
+
+    K = TypeVar("K", bound=Hashable)
+    T = TypeVar("T")
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Returns lists of items with equal keys, in the order of the first ones."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 @dataclasses.dataclass

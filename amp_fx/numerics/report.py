@@ -15,7 +15,7 @@ from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.records import GraphRecord, NodeRecord, TensorRecord
 from amp_fx.explanation.table import folded_path, without_numbers
 from amp_fx.numerics.measures import relative
-from amp_fx.numerics.records import number, share
+from amp_fx.numerics.records import grouped, number, share
 from amp_fx.numerics.suspects import LEAST_EFFECT, find_suspects, policy_of_suspects
 from amp_fx.reports import Report, dtype_cell, new_table, times
 
@@ -58,10 +58,7 @@ class Row:
 
 def rows_of(nodes: Iterable[OpRecord]) -> list[Row]:
     """Alike ops together, those first that overflow, then those that move the loss most."""
-    groups: dict[tuple[str, ...], list[OpRecord]] = {}
-    for node in nodes:
-        key = (node.stage, without_numbers(node.module), node.label, node.recipe)
-        groups.setdefault(key, []).append(node)
+    groups = grouped(nodes, lambda n: (n.stage, without_numbers(n.module), n.label, n.recipe))
     rows = [Row(tuple(group)) for group in groups.values()]
     return sorted(rows, key=lambda row: (row.overflows == 0, -row.effect_rms))
 

@@ -22,6 +22,7 @@ from amp_fx.numerics.records import (
     OpRecord,
     Suspect,
     flush_words,
+    grouped,
     number,
     overflow_words,
     share,
@@ -197,7 +198,8 @@ def find_suspects(
         findings += _effects(nodes, loss)
     if not findings and gradient_error >= WRONG_GRADIENT:
         findings += _wrong_gradients(graph, gradient_error)
-    suspects = sorted(map(_suspect, _groups(findings)), key=_rank)
+    groups = grouped(findings, _alike).values()
+    suspects = sorted(map(_suspect, groups), key=_rank)
     return tuple(_without_repetitions(suspects))
 
 
@@ -316,10 +318,8 @@ def _growths(graph: OpGraph, blamed: set[str]) -> Iterator[_Finding]:
 
 def _growth(node: OpRecord, growth: float, graph: OpGraph) -> _Finding:
     """The ops to mend are those of one name whose errors do most to the loss together."""
-    alike: dict[str, list[OpRecord]] = {}
-    for above in [node, *graph.upstream(node, is_inside=True)]:
-        if above.local > 0:
-            alike.setdefault(above.label, []).append(above)
+    above = [node, *graph.upstream(node, is_inside=True)]
+    alike = grouped((n for n in above if n.local > 0), lambda n: n.label)
     several = max(alike.values(), key=weight_of, default=[node])
     if not weight_of(several):
         maker = graph.maker_of_error(node)
@@ -350,11 +350,8 @@ def _wrong_gradients(graph: OpGraph, gradient_error: float) -> Iterator[_Finding
 
 
 def _effects(nodes: Iterable[OpRecord], loss: float) -> Iterator[_Finding]:
-    places: dict[tuple[str, str], list[OpRecord]] = {}
-    for node in nodes:
-        if node.effect is not None and node.dtype in UNIT and not node.overflows:
-            places.setdefault((node.module, node.label), []).append(node)
-    for several in places.values():
+    known = (n for n in nodes if n.effect is not None and n.dtype in UNIT and not n.overflows)
+    for several in grouped(known, lambda n: (n.module, n.label)).values():
         moved = sum(n.effect or 0.0 for n in several)
         part = abs(moved) / loss
         threshold = max(EFFECT_UNITS * max(UNIT[n.dtype] for n in several), LEAST_EFFECT)
@@ -367,14 +364,10 @@ def _effects(nodes: Iterable[OpRecord], loss: float) -> Iterator[_Finding]:
         yield _Finding("effect", worst, worst, part / threshold, why)
 
 
-def _groups(findings: Iterable[_Finding]) -> list[list[_Finding]]:
-    """Alike ones in like modules together."""
-    groups: dict[tuple[str, ...], list[_Finding]] = {}
-    for found in findings:
-        module = without_numbers(found.mend.module)
-        key = (found.kind, found.mend.stage, module, found.mend.label, found.mend.dtype)
-        groups.setdefault(key, []).append(found)
-    return list(groups.values())
+def _alike(found: _Finding) -> tuple[str, ...]:
+    """Returns the key of findings that become one suspect."""
+    mend = found.mend
+    return found.kind, mend.stage, without_numbers(mend.module), mend.label, mend.dtype
 
 
 def _suspect(group: list[_Finding]) -> Suspect:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from amp_fx.numerics.equality import Difference, compare
 from amp_fx.numerics.measures import relative
-from amp_fx.numerics.records import UNIT, number
+from amp_fx.numerics.records import UNIT, grouped, number
 from amp_fx.numerics.shadow import MOVES
 from amp_fx.reports import Report, dtype_cell, new_table
 
@@ -141,10 +141,8 @@ def aligned(before: Trace, after: Trace, *, has_shapes: bool = True) -> list[tup
     """
 
     def groups(trace: Trace) -> dict[tuple[str, str], list[int]]:
-        found: dict[tuple[str, str], list[int]] = {}
-        for index, op in enumerate(trace.ops):
-            found.setdefault((op.stage, op.module), []).append(index)
-        return found
+        ops = trace.ops
+        return grouped(range(len(ops)), lambda index: (ops[index].stage, ops[index].module))
 
     def keys(trace: Trace, members: list[int]) -> list[Any]:
         ops = [trace.ops[index] for index in members]

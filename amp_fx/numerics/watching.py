@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.errors import AmpFxError, CompileTargetError, OptionError
-from amp_fx.numerics.entry import asked_for, examine
+from amp_fx.numerics.entry import asked_for, check_number, examine
 from amp_fx.numerics.records import number, share
 from amp_fx.numerics.shadow import tensors_in
 from amp_fx.numerics.state import random_states
@@ -237,8 +237,7 @@ def watch(
     """
     if not isinstance(model, torch.nn.Module):
         raise CompileTargetError(f"amp_fx.watch takes a module, not {model!r}")
-    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise OptionError(f"every={every!r} is not a number of steps")
+    check_number("every", every, "a number of steps", least=1, is_whole=True)
     if to is not None and not callable(to):
         raise OptionError(f"to={to!r} cannot be called")
     if writer is not None and not hasattr(writer, "add_scalar"):
