@@ -26,15 +26,15 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 @dataclasses.dataclass
-class Rounding:
-    """The error of one result of a forward op, kept until its gradient is there.
+class OutputError:
+    """The error of one result of a forward op, kept until the gradient of the result arrives.
 
     Attributes:
         record: The op that made the error.
-        position: Which of the results.
+        position: The position of the result among the op's results.
         eps: The error.
-        is_written: Whether the op has written it in place.
-        geometry: Sizes, strides and offset where it was written to a view.
+        is_written: True if the op wrote the result in place.
+        geometry: Sizes, strides and offset if it wrote to a view.
     """
 
     record: OpRecord
@@ -44,7 +44,7 @@ class Rounding:
     geometry: tuple[Any, ...] | None = None
 
     def part_of(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """The gradient of the result, given that of the node; None where it is another's."""
+        """Returns the part of the node's gradient for this result; None if it has none."""
         if self.geometry is not None and gradient.shape != self.eps.shape:
             is_whole = gradient.is_contiguous() and gradient.storage_offset() == 0
             return gradient.as_strided(*self.geometry) if is_whole else None

@@ -371,10 +371,12 @@ def below_everything() -> Iterator[None]:
         yield
 
 
-def dropped_out(shadow: torch.Tensor, args: tuple[Any, ...], mask: torch.Tensor) -> torch.Tensor:
-    """``native_dropout`` of a shadow, with the mask that the low program has drawn."""
+def dropped_out(
+    shadow: torch.Tensor, args: tuple[Any, ...], mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the results of ``native_dropout`` of a shadow, with the mask of the low program."""
     probability, is_training = args[1], args[2]
     if is_training is False:
-        return shadow.clone()
+        return shadow.clone(), mask
     scale = 1 / (1 - probability) if probability < 1 else 0.0
-    return shadow * mask * scale
+    return shadow * mask * scale, mask
