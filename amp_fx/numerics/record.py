@@ -1,8 +1,7 @@
-"""``amp_fx.record``: writes what a step computes into a file, to compare it with another run."""
+"""``amp_fx.record``: writes the results of a step into a file, to compare it with other runs."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from amp_fx.progress import working
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from amp_fx.front.settings import RegionSettings
     from amp_fx.numerics.trial import Outcome
@@ -45,7 +44,7 @@ def record(
             gradients are differentiated with random cotangents, a scalar with 1.
         path: The file; None writes none.
         compiler: The inner compiler of amp_fx that compiles the step, such as ``"inductor"``. The
-            graphs then return the value of each op, so that kernels write them all.
+            graphs then return the value of each op, so that kernels write all values.
 
     Returns:
         A function that takes the step's arguments and returns a ``Trace``, whose ``diff`` compares
@@ -82,15 +81,8 @@ def record(
 
 def _eagerly(trial: Trial, trace: Trace, call: Callable[..., Any]) -> Outcome:
     """Runs a step op by op."""
-    mode = TraceMode(trial.guard, trace)
-
-    @contextlib.contextmanager
-    def watch() -> Iterator[None]:
-        with mode.notes, mode:
-            yield
-
     with regions_of_compiled(trial.step):
-        return trial.run(call, watch)
+        return trial.run(call, TraceMode(trial.guard, trace).observing)
 
 
 def _compiled(

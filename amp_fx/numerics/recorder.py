@@ -1,8 +1,8 @@
 """Observes the ops of a running program, each with its stage, its module and its source line.
 
-``Recorder`` runs a program as it is, and saves what it writes to. Subclasses override ``run``: they
-compare each op with a shadow (``accuracy``), show it to rules (``audit``) or write it into a trace
-(``record``).
+``Recorder`` runs a program unchanged, and saves tensors before ops write to them. Subclasses
+override ``run``: they compare each op with a shadow (``accuracy``), pass it to rules (``audit``) or
+add it to a trace (``record``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs a program as it is, with a guard of its state, and finds the places of its ops."""
+    """Runs a program unchanged, guards its state, and finds the locations of its ops."""
 
     supports_higher_order_operators = True
     is_paused = False
@@ -52,6 +52,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self.is_paused = before
 
+    @contextlib.contextmanager
+    def observing(self) -> Iterator[None]:
+        """Context manager that also notes calls of functions of torch, for places."""
+        with self.notes, self:
+            yield
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.is_paused:
@@ -61,7 +67,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if wrapped is not None:
             self.see_wrapped(wrapped)
             self.guard.has_wrappers = True
-            return NotImplemented  # it calls ops on the tensors that it consists of
+            return NotImplemented  # the subclass calls ops on its inner tensors
         if self.guard.is_size_computation(tensors):
             return func(*args, **kwargs)
         self.guard.note_inputs(tensors)
@@ -84,20 +90,20 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return op(*args, **kwargs)
 
     def run_other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs an op that holds functions."""
+        """Runs a higher-order op."""
         with DisableTorchFunction():
             return func(*args, **kwargs)
 
     def see_wrapped(self, tensor: torch.Tensor) -> None:
-        """Called with a tensor that consists of others, before their ops run."""
+        """Called with a tensor subclass before the ops on its inner tensors run."""
 
     def place(
         self, kernel: str, tensors: list[torch.Tensor]
     ) -> tuple[str, NodeLocation, int | None]:
-        """Returns the stage and the site of an op that runs, and the number of its node.
+        """Returns the stage and location of a running op, and the number of its autograd node.
 
-        The stage is ``"forward"``, ``"backward"``, or ``"again"`` in a checkpoint. The site of an
-        op of a backward is that of its forward; in a custom function it is the line that runs.
+        The stage is ``"forward"``, ``"backward"``, or ``"again"`` in a checkpoint. In a backward,
+        the location is that of the forward; in a custom function it is the running line.
         """
         node = current_autograd_node()
         if node is not None and not torch.is_grad_enabled():
@@ -105,7 +111,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = latest_sequence_number()
         site = self.places.here(kernel)
         is_own = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        # A custom function makes its node before its forward; other ops may make none.
+        # A custom function creates its node before its forward; other ops may create none.
         if number > self._last_number and (is_own or not torch.is_grad_enabled()):
             self._site_of[number] = site
         self.count_node()
@@ -124,15 +130,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._last_number = latest_sequence_number()
 
     def site_of(self, number: int) -> NodeLocation:
-        """The site of the op with some node of autograd."""
+        """Returns the location of the op with a node of autograd."""
         return self._site_of.get(number, NodeLocation())
 
 
 def is_in_checkpoint() -> bool:
     """Returns True if a checkpoint is running its forward again.
 
-    Asked in a backward where gradients are recorded: that is so in a backward with a graph, too.
-    Relies on ``torch.utils.checkpoint`` having one file.
+    A backward that records gradients may also be one with ``create_graph``. Relies on
+    ``torch.utils.checkpoint`` being one file.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:

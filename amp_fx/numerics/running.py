@@ -11,7 +11,6 @@ import torch
 from amp_fx.errors import AccuracyError
 from amp_fx.numerics.float8_products import Float8ShadowMode
 from amp_fx.numerics.measures import effect_of, relative
-from amp_fx.numerics.places import CallNotes
 from amp_fx.numerics.recorder import Recorder
 from amp_fx.numerics.records import GradientRecord
 from amp_fx.numerics.report import UnexaminedRecord
@@ -241,7 +240,7 @@ def run_step(
     guard = guard_of(step)
     with undisturbed(guard) as rewind:
         if not is_brief:
-            with region(), CallNotes(), Recorder(guard):
+            with region(), Recorder(guard).observing():
                 loss = loss_of(step(*args, **kwargs), asked.loss)
             plain = None if loss is None else float(loss.detach())
             guard.check_float32()
@@ -283,7 +282,7 @@ def _shadow_run(
     region: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> dict[str, Any]:
     _observe_backwards(mode)
-    with region(), mode.notes, mode:
+    with region(), mode.observing():
         outputs = step()
         loss = loss_of(outputs, asked.loss)
     floats = [t for t in tensors_in(outputs) if t.is_floating_point() and is_tracked(t)]

@@ -8,7 +8,6 @@ modules first, then for single ones.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
@@ -36,7 +35,7 @@ from amp_fx.numerics.entry import (
 )
 from amp_fx.numerics.measures import relative
 from amp_fx.numerics.minimizer import Minimized, Minimizer
-from amp_fx.numerics.places import CallNotes, is_inside
+from amp_fx.numerics.places import is_inside
 from amp_fx.numerics.recorder import Recorder
 from amp_fx.numerics.records import flush_words, grouped, number
 from amp_fx.numerics.running import caller_of, loss_of
@@ -51,7 +50,7 @@ from amp_fx.tables.products import FLOAT32_PRODUCTS
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from amp_fx.numerics.records import OpRecord
     from amp_fx.numerics.report import AccuracyReport
@@ -412,13 +411,8 @@ class _Search:
         if call is None and policy is not None:
             trial.region = functools.partial(autocast, self.device_type, self.dtype, policy=policy)
 
-        @contextlib.contextmanager
-        def watch() -> Iterator[None]:
-            """Runs branches and loops as eager code, in the region and in the backward."""
-            with CallNotes(), Recorder(trial.guard):
-                yield
-
-        eagerly = caller_of(self.step), watch
+        # The recorder runs branches and loops as eager code.
+        eagerly = caller_of(self.step), Recorder(trial.guard).observing
         with trial.undisturbed(is_eager=call is None):
             values = trial.run(*(eagerly if call is None else (call,)))
         compared = {

@@ -1,4 +1,4 @@
-"""The result of ``amp_fx.verify``."""
+"""The report of ``amp_fx.verify``."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _MOST = 12
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class VerifyReport(Report):
-    """The result of a comparison of a compiled program with eager autocast, bit by bit.
+    """The result of comparing a compiled program with eager autocast, bit for bit.
 
     Attributes:
-        model: The model's class, or the function's name.
-        dtype: What low-precision ops run in.
-        device_type: Where.
-        num_compared: How many tensors were compared.
-        differences: Those that differ, in the order in which the program makes them.
-        first: The first op whose result differs; None if that is not known.
-        cause: What it stems from; empty without a difference.
-        remedy: Options of the backend with which bits are equal; empty if none are known.
-        num_graphs: How many graphs amp_fx compiled; without any, nothing was verified.
-        reference: What the tensors were compared with.
+        model: The class of the model, or the name of the function.
+        dtype: The low dtype.
+        device_type: The device type.
+        num_compared: The number of compared tensors.
+        differences: The tensors that differ, in the order in which the program computes them.
+        first: The first op whose result differs; None if it is unknown.
+        cause: The cause; empty without a difference.
+        remedy: Options of the backend with which all bits are equal; empty if none are known.
+        num_graphs: The number of graphs that amp_fx compiled; 0 means that nothing was verified.
+        reference: The tensors that were compared with.
     """
 
     computed = ("is_equal",)
@@ -51,7 +51,7 @@ class VerifyReport(Report):
 
     @property
     def is_equal(self) -> bool:
-        """True if every bit is, of a program that was compiled."""
+        """True if a program was compiled and every bit is equal."""
         return not self.differences and self.num_graphs > 0
 
     def _render(self) -> RenderableType:
@@ -70,5 +70,5 @@ class VerifyReport(Report):
         return Group(*(Text(line) for line in lines))
 
     def __repr__(self) -> str:
-        """One line."""
+        """Returns one line."""
         return f"<VerifyReport of {self.model}: {len(self.differences)} differences>"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.numerics.shadow import below_everything, facts_of, number_of
-from amp_fx.numerics.storages import StorageReference, address_of
+from amp_fx.numerics.storages import address_of
 from amp_fx.torch_private.autograd import (
     current_autograd_node,
     latest_sequence_number,
@@ -64,11 +65,11 @@ def test_a_write_in_place_is_followed_by_the_copy_of_what_it_overwrites() -> Non
 def test_addresses_and_references_of_storages() -> None:
     x = torch.randn(4)
     assert address_of(x[1:]) == address_of(x) != address_of(x.clone())
-    reference = StorageReference(x.untyped_storage())
+    reference = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
     address = address_of(x)
-    assert not reference.is_dead()
+    assert not reference.expired()  # type: ignore[no-untyped-call]
     del x
-    assert reference.is_dead()
+    assert reference.expired()  # type: ignore[no-untyped-call]
     assert all(address_of(torch.randn(4)) != address for _ in range(100))
 
 
