@@ -15,7 +15,7 @@ import torch
 import torch.utils.checkpoint
 
 from amp_fx.graphs.places import NodeLocation
-from amp_fx.numerics.places import CallNotes, Names, Places
+from amp_fx.numerics.places import CallNotes, Places
 from amp_fx.numerics.shadow import facts_of, is_custom, is_wrapped, number_of, tensors_in
 from amp_fx.torch_private.autograd import current_autograd_node, latest_sequence_number
 from amp_fx.torch_private.modes import DisableTorchFunction, TorchDispatchMode
@@ -38,8 +38,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.guard = guard
         self.notes = CallNotes()
-        self.places = Places(self.notes)
-        self.names = Names(self.places, modules)
+        self.places = Places(self.notes, modules)
         self._site_of: dict[int, NodeLocation] = {}
         self._last_number = latest_sequence_number()
 

@@ -97,7 +97,7 @@ def _undo_loss_scale(mode: ShadowMode, loss: torch.Tensor | None) -> None:
 def _compared(
     mode: ShadowMode, leaves: list[torch.Tensor], gradients: Iterable[torch.Tensor | None]
 ) -> list[GradientRecord]:
-    names = [mode.names.of(leaf, f"input {index}") for index, leaf in enumerate(leaves)]
+    names = [mode.places.path_of(leaf, f"input {index}") for index, leaf in enumerate(leaves)]
     several = zip(names, gradients, strict=True)
     return [_compare(mode, n, g) for n, g in several if g is not None and is_tracked(g)]
 

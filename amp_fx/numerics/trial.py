@@ -1,4 +1,4 @@
-"""Runs a step several times from the same state, and collects what it leaves."""
+"""Runs a step several times from the same state, and collects its results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Trial:
-    """One program with its inputs and state, to be run again and again from the same start."""
+    """A program with inputs and state, which runs repeatedly from the same start."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Trial:
         self.loss, self.optimizer = loss, optimizer
         self.num_steps = steps if optimizer is not None else 1
         self.outputs: Any = None
-        """Copies of what the last run has returned."""
+        """Copies of the outputs of the last run."""
         modules = modules_of(step)
         self.parameters = _named([*(m.named_parameters() for m in modules), _others(step)])
         self.buffers = _named([m.named_buffers() for m in modules])
@@ -47,12 +47,12 @@ class Trial:
 
     @contextlib.contextmanager
     def undisturbed(self, *, is_eager: bool = False) -> Iterator[None]:
-        """Puts everything back in the end; compiled code may have to run eagerly inside."""
+        """Context manager that restores the state at the end; see ``state.undisturbed``."""
         with undisturbed(self.guard, is_eager=is_eager) as self._rewind:
             yield
 
     def restore(self) -> None:
-        """Sets state and random numbers to those of before; there are no gradients."""
+        """Restores state and random numbers, and clears gradients."""
         self.guard.restore()
         self._rewind()
         tensors = [*self.parameters.values(), *self.buffers.values()]
@@ -63,11 +63,11 @@ class Trial:
             parameter.grad = None
 
     def run(self, call: Callable[..., Any], watch: Context = contextlib.nullcontext) -> Outcome:
-        """Runs the program from the start; names of what it leaves, and its values.
+        """Runs the program from the start, and returns its results by name.
 
         Args:
-            call: The step, or what was compiled of it.
-            watch: Makes the context of what the step computes, forward and backward.
+            call: The step, or the compiled step.
+            watch: Creates a context for the forward, and one for the backward.
         """
         self.restore()
         found: Outcome = {}
@@ -96,7 +96,7 @@ class Trial:
 
 
 def _named(groups: Iterable[Iterable[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
-    """Each tensor once; a name that another tensor has is followed by a number."""
+    """Returns each tensor once; equal names of several tensors get a number."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in itertools.chain.from_iterable(groups):
@@ -117,7 +117,7 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def _differentiate(result: Any, loss: Callable[[Any], Any] | None, watch: Context) -> None:
-    """Calls the backward of a loss or of all outputs, unless the graph is freed already."""
+    """Runs the backward of a loss or of all outputs, unless the step did so."""
     with watch():
         found = result if loss is None else loss(result)
     outputs = [t for t in tensors_in(found) if t.requires_grad]
@@ -144,7 +144,7 @@ def detached(tree: Any) -> Any:
 
 
 def copied(tree: Any) -> Any:
-    """A copy of inputs, leaves again."""
+    """Returns copies of inputs as leaves."""
     return pytree.tree_map_only(
         torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), tree
     )

@@ -56,7 +56,7 @@ def is_move(event: Event) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rounding:
+class Rounded:
     """The reason why a tensor has no more precision than a low dtype.
 
     Attributes:
@@ -75,12 +75,12 @@ class Roundings(Rule):
     """
 
     def __init__(self) -> None:
-        self._marks: Marks[Rounding | None] = Marks()
+        self._marks: Marks[Rounded | None] = Marks()
 
-    def of(self, tensor: torch.Tensor) -> Rounding | None:
+    def of(self, tensor: torch.Tensor) -> Rounded | None:
         """Returns the rounding of a tensor; None if it is exact or has full precision."""
         return self._marks.get(
-            tensor, Rounding(tensor.dtype) if is_below_float32(tensor.dtype) else None
+            tensor, Rounded(tensor.dtype) if is_below_float32(tensor.dtype) else None
         )
 
     def see(self, event: Event) -> None:
@@ -98,11 +98,11 @@ class Roundings(Rule):
         if not floats or (is_made and "dropout" not in event.name):
             self._marks.put(result, None)
         elif is_cast and event.function in CASTS and not self._marks.has(floats[0]):
-            self._marks.put(result, Rounding(result.dtype, event.site))
+            self._marks.put(result, Rounded(result.dtype, event.site))
         elif is_move(event) or torch.Tag.pointwise in event.op.tags or "softmax" in event.name:
             is_exact = not is_below_float32(result.dtype) or all(map(self._marks.has, floats))
             if rounding is not None:
-                self._marks.put(result, rounding if len(floats) == 1 else Rounding(rounding.dtype))
+                self._marks.put(result, rounding if len(floats) == 1 else Rounded(rounding.dtype))
             elif is_exact and any(map(self._marks.has, floats)):
                 self._marks.put(result, None)
 

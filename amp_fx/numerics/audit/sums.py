@@ -93,7 +93,7 @@ class GradientRule(Rule):
     def _see_leaf(self, event: Event, variable: torch.Tensor, *, is_add: bool) -> None:
         if id(variable) not in self._counted:
             self._counted.add(id(variable))
-            module = self._mode.names.module_of(variable)
+            module = self._mode.places.module_of(variable)
             self._mode.uses.add("gradients", event.floats[:1], module)
         if is_add and event.op._schema.is_mutable:
             added = self._added(event)
@@ -118,7 +118,7 @@ class GradientRule(Rule):
         norm = float(torch.linalg.vector_norm(found.exact))
         difference = float(torch.linalg.vector_norm(low.float() - found.exact))
         error = difference / norm if norm else 0.0
-        name = self._mode.names.of(variable)
+        name = self._mode.places.path_of(variable)
         site = self._first_use.get(id(variable)) if what == "uses" else None
         message = (
             f"The gradients of {found.num_terms} {what} of {name} are added in "

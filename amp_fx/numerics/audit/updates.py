@@ -52,7 +52,7 @@ class _Before:
     twin: torch.Tensor
 
 
-class UpdateRule(Rule):
+class OptimizerRule(Rule):
     """Finds ``update_lost`` and ``state_low``, and counts optimizer states by dtype.
 
     A twin of the optimizer makes the same step in float64. An update is lost if it is smaller than
@@ -67,7 +67,7 @@ class UpdateRule(Rule):
         self.num_steps = 0
         self._handles: list[Any] = []
 
-    def __enter__(self) -> UpdateRule:
+    def __enter__(self) -> OptimizerRule:
         self._handles = [
             register_optimizer_step_pre_hook(self._begin),
             register_optimizer_step_post_hook(self._end),
@@ -107,7 +107,7 @@ class UpdateRule(Rule):
         found = []
         for parameter in low:
             state = {k: v.clone() for k, v in _state_of(optimizer, parameter).items()}
-            name = self._mode.names.of(parameter)
+            name = self._mode.places.path_of(parameter)
             value = part_of(parameter).clone()
             found.append(_Before(name, parameter, value, state, twins[parameter]))
         return found, twin
@@ -123,7 +123,7 @@ class UpdateRule(Rule):
                 for parameter in group["params"]:
                     state = dict(optimizer.state.get(parameter, {}))
                     for tensor in filter(_is_tensor, pytree.tree_leaves(state)):
-                        module = self._mode.names.module_of(parameter)
+                        module = self._mode.places.module_of(parameter)
                         self._mode.uses.add("optimizer states", [tensor], module)
             if before:
                 _step(twin)

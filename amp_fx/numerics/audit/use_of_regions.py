@@ -144,7 +144,7 @@ class LowWeightRule(Rule):
         for tensor in event.floats:
             weight = self._weights.get(address_of(tensor))
             if weight is not None:
-                name = self._mode.names.of(weight)
+                name = self._mode.places.path_of(weight)
                 self._found.setdefault(name, (tensor.dtype, event))
 
     def findings(self) -> Iterator[Finding]:
