@@ -58,6 +58,11 @@ class Report:
         """Returns the table with the width of the terminal."""
         return printed(self._render())
 
+    def __repr__(self) -> str:
+        """Returns the first line of the table."""
+        first, _, _ = printed(self._render(), PIPED_WIDTH).partition("\n")
+        return f"<{type(self).__name__}: {first}>"
+
     def _repr_html_(self) -> str:
         return printed_html(self._render())
 

@@ -97,10 +97,6 @@ class DtypeChoice(Report):
         tables = (render(report) for report in self.reports)
         return Group(Text(self.verdict), *(part for table in tables for part in ("", table)))
 
-    def __repr__(self) -> str:
-        """Returns the verdict."""
-        return f"<DtypeChoice: {self.verdict}>"
-
 
 def _error(report: AccuracyReport) -> float:
     """Returns the relative error of the loss or of the outputs; infinite for an infinite loss."""

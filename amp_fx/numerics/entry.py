@@ -68,7 +68,7 @@ def accuracy(
     scale: float = 1.0,
     loss: Callable[[Any], Any] | None = None,
     modules: str | Iterable[str] | None = None,
-) -> Callable[..., AccuracyReport] | Callable[..., DtypeChoice]:
+) -> Callable[..., AccuracyReport | DtypeChoice]:
     """Finds the ops whose low precision hurts a step, and measures their errors.
 
     ``amp_fx.accuracy(step)(x, y)`` runs one forward and backward in mixed precision, eagerly, and
@@ -106,35 +106,19 @@ def accuracy(
         AccuracyError: When called: tensors are fake or on ``meta``, the model is in float64 or in
             a low dtype, no op takes a floating-point tensor, or no output can be differentiated.
     """
-    if isinstance(dtype, tuple):
-        both = _both_dtypes(dtype)
-        calls = [
-            accuracy(
-                step,
-                dtype=one,
-                policy=policy,
-                reference=reference,
-                scale=scale,
-                loss=loss,
-                modules=modules,
-            )
-            for one in both
-        ]
-        return lambda *args, **kwargs: DtypeChoice(*(call(*args, **kwargs) for call in calls))
-    target, asked = asked_for(
-        step,
-        "amp_fx.accuracy",
-        dtype,
-        policy,
-        reference=_reference(reference),
-        scale=scale_for(scale),
-        loss=loss,
-        modules=None if modules is None else patterns_of("modules", modules),
-    )
+    others = {
+        "reference": _reference(reference),
+        "scale": scale_for(scale),
+        "loss": loss,
+        "modules": None if modules is None else patterns_of("modules", modules),
+    }
+    dtypes = _both_dtypes(dtype) if isinstance(dtype, tuple) else (dtype,)
+    several = [asked_for(step, "amp_fx.accuracy", one, policy, **others) for one in dtypes]
 
-    @functools.wraps(target, assigned=("__doc__",), updated=())
-    def accuracy_call(*args: Any, **kwargs: Any) -> AccuracyReport:
-        return examine(target, asked, args, kwargs)
+    @functools.wraps(several[0][0], assigned=("__doc__",), updated=())
+    def accuracy_call(*args: Any, **kwargs: Any) -> AccuracyReport | DtypeChoice:
+        reports = [examine(target, asked, args, kwargs) for target, asked in several]
+        return DtypeChoice(*reports) if len(reports) > 1 else reports[0]
 
     return accuracy_call
 

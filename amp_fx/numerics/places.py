@@ -28,7 +28,7 @@ from amp_fx.torch_private.modules import code_of_module_calls
 from amp_fx.torch_private.ops import HigherOrderOperator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
 
     from amp_fx.policies.changes import ModuleStack
@@ -112,7 +112,7 @@ class CallNotes(TorchFunctionMode):
         """Called with what ``Tensor.backward`` is called of, before it runs."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls the function; what holds ops, such as a branch, as eager code."""
+        """Calls a function; a higher-order op, such as a branch, in its eager form."""
         form = eager_form(func)
         if form is not None:
             with self:
@@ -151,7 +151,7 @@ class Places:
         if self._notes.function is None or number != self._notes.number:
             stack = current_stack()
             self._note_root(stack)
-            file, line = _user_line(sys._getframe(1))
+            file, line = _user_line()
             site = NodeLocation(
                 module=name_of(stack),
                 module_type=getattr(stack[-1][1], "__name__", "") if stack else "",
@@ -164,14 +164,10 @@ class Places:
 
     def _note_root(self, stack: ModuleStack) -> None:
         """Notes the outermost module that is called, for the names of its parameters."""
-        frame: FrameType | None = sys._getframe(2) if stack else None
-        found = None
-        while frame is not None:
-            if frame.f_code is _CALL:
-                found = frame.f_locals["self"]
-            frame = frame.f_back
-        if found is not None:
-            self._roots.setdefault(id(found), (stack[0][2], found))
+        calls = [frame for frame in frames_above() if frame.f_code is _CALL] if stack else []
+        if calls:
+            root = calls[-1].f_locals["self"]
+            self._roots.setdefault(id(root), (stack[0][2], root))
 
     def path_of(self, tensor: torch.Tensor, default: str = "a leaf tensor") -> str:
         """Returns the path of a parameter or buffer, or a default."""
@@ -192,13 +188,20 @@ class Places:
 _CALL = code_of_module_calls()
 
 
-def _user_line(frame: FrameType | None) -> tuple[str, int]:
-    """Returns the innermost line of Python's stack outside of torch and amp_fx."""
+def frames_above() -> Iterator[FrameType]:
+    """Yields the frames of Python's stack, from the caller outwards."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _user_line() -> tuple[str, int]:
+    """Returns the innermost line of Python's stack outside of torch and amp_fx."""
+    for frame in frames_above():
         name = frame.f_code.co_filename
         if not name.startswith((_TORCH, *_OURS, "<")):
             return name, frame.f_lineno
-        frame = frame.f_back
     return "", 0
 
 
@@ -261,7 +264,7 @@ def is_inside(path: str, patterns: Iterable[str]) -> bool:
 
 @functools.cache
 def is_policy_op(name: str) -> bool:
-    """Returns True if ``Policy.with_modules`` takes an op."""
+    """Returns True if ``Policy.with_modules`` accepts an op."""
     try:
         return any(is_changeable(op) for op in expand_ops(name))
     except PolicyError:

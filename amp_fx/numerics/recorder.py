@@ -8,14 +8,13 @@ add it to a trace (``record``).
 from __future__ import annotations
 
 import contextlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
 
 from amp_fx.graphs.places import NodeLocation
-from amp_fx.numerics.places import CallNotes, Places
+from amp_fx.numerics.places import CallNotes, Places, frames_above
 from amp_fx.numerics.shadow import facts_of, is_custom, is_wrapped, number_of, tensors_in
 from amp_fx.torch_private.autograd import current_autograd_node, latest_sequence_number
 from amp_fx.torch_private.modes import DisableTorchFunction, TorchDispatchMode
@@ -23,7 +22,6 @@ from amp_fx.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from types import FrameType
 
     from amp_fx.numerics.state import StateGuard
 
@@ -139,12 +137,8 @@ def is_in_checkpoint() -> bool:
     A backward that records gradients may also be one with ``create_graph``. Relies on
     ``torch.utils.checkpoint`` being one file.
     """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-            return True
-        frame = frame.f_back
-    return False
+    file = torch.utils.checkpoint.__file__
+    return any(frame.f_code.co_filename == file for frame in frames_above())
 
 
 def _node_name(node: Any) -> str:

@@ -179,7 +179,7 @@ class OpRecord(Measures):
 
     @property
     def reason(self) -> str:
-        """Describes what was measured."""
+        """Describes the measures."""
         return sentence_on(self)
 
 
@@ -286,7 +286,7 @@ def flush_words(record: OpRecord) -> str:
 
 
 def sentence_on(record: OpRecord) -> str:
-    """Describes what was measured of an op."""
+    """Describes the measures of an op."""
     parts = [f"its own error is {number(record.local)}" if record.local else "makes no error"]
     if record.accumulated:
         parts.append(f"that since the start {number(record.accumulated)}")

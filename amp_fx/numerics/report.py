@@ -344,13 +344,6 @@ class AccuracyReport(Report):
     def _render(self) -> RenderableType:
         return render(self)
 
-    def __repr__(self) -> str:
-        """Returns one line."""
-        return (
-            f"<AccuracyReport of {self.model} in {self.dtype}: loss {self.loss} "
-            f"({self.reference} {self.reference_loss}), {len(self.suspects)} suspects>"
-        )
-
 
 MEASURES = ("effect", "error", "headroom")
 """Names of measures that can color boxes."""

@@ -102,10 +102,3 @@ class SearchResult(Report):
         for unit in self.units:
             table.add_row(*(getattr(unit, name) or "fp32" for name in names))
         return Group(*lines, Text(""), table)
-
-    def __repr__(self) -> str:
-        """Returns one line."""
-        return (
-            f"<SearchResult of {self.model}: {len(self.units)} of {self.num_units} in "
-            f"{self.runs_in}, {self.evaluations} runs>"
-        )

@@ -176,6 +176,12 @@ def _members(container: Any) -> list[Any]:
     return [*container, *container.values()] if is_dict else container
 
 
+def parameters_of(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Returns the parameters of optimizers."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [parameter for group in groups for parameter in group["params"]]
+
+
 def random_state(device: torch.device) -> Callable[[], None]:
     """Saves the random state of a device; returns a function that restores it."""
     if device.type == "cpu":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.numerics.shadow import tensors_in
-from amp_fx.numerics.state import guard_of, leaves_of, modules_of, undisturbed
+from amp_fx.numerics.state import guard_of, leaves_of, modules_of, parameters_of, undisturbed
 from amp_fx.torch_private import pytree
 
 if TYPE_CHECKING:
@@ -38,12 +38,14 @@ class Trial:
         self.outputs: Any = None
         """Copies of the outputs of the last run."""
         modules = modules_of(step)
-        self.parameters = _named([*(m.named_parameters() for m in modules), _others(step)])
+        leaves = (leaf for leaf in leaves_of(step) if not isinstance(leaf, torch.nn.Parameter))
+        others = (("tensor", leaf) for leaf in leaves)
+        self.parameters = _named([*(m.named_parameters() for m in modules), others])
         self.buffers = _named([m.named_buffers() for m in modules])
-        groups = optimizer.param_groups if optimizer else ()
-        more = (("parameter of the optimizer", p) for group in groups for p in group["params"])
+        optimizers = [optimizer] if optimizer else []
+        more = (("parameter of the optimizer", p) for p in parameters_of(*optimizers))
         self.parameters |= _named([self.parameters.items(), more])
-        self.guard = guard_of(step, *([optimizer] if optimizer else []))
+        self.guard = guard_of(step, *optimizers)
 
     @contextlib.contextmanager
     def undisturbed(self, *, is_eager: bool = False) -> Iterator[None]:
@@ -106,14 +108,6 @@ def _named(groups: Iterable[Iterable[tuple[str, torch.Tensor]]]) -> dict[str, to
             free = itertools.chain([name], numbered)
             found[next(n for n in free if n not in found)] = tensor
     return found
-
-
-def _others(step: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    return (("tensor", leaf) for leaf in leaves_of(step) if not _is_parameter(leaf))
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter)
 
 
 def _differentiate(result: Any, loss: Callable[[Any], Any] | None, watch: Context) -> None:

@@ -68,7 +68,3 @@ class VerifyReport(Report):
         lines += [f"cause: {self.cause}"] if self.cause else []
         lines += [f"equal with options={self.remedy}"] if self.remedy else []
         return Group(*(Text(line) for line in lines))
-
-    def __repr__(self) -> str:
-        """Returns one line."""
-        return f"<VerifyReport of {self.model}: {len(self.differences)} differences>"

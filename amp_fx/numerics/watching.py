@@ -71,7 +71,7 @@ class WatchLine:
         return scalars if scale is None else {**scalars, "suggested_scale": scale[1]}
 
     def __str__(self) -> str:
-        """One line."""
+        """Returns one line."""
         report = self.report
         parts = [f"step {self.step}: error of the outputs {number(report.output_error)}"]
         if self.overflows:

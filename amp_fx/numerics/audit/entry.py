@@ -1,4 +1,4 @@
-"""``amp_fx.audit``: in which precision a training step runs, and what is lost."""
+"""``amp_fx.audit``: finds the precision of a training step, and losses of precision."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ from amp_fx.numerics.audit.use_of_regions import LowWeightRule, RegionRule
 from amp_fx.numerics.entry import name_of
 from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
 from amp_fx.numerics.running import loss_of
-from amp_fx.numerics.state import guard_of, known_to, leaves_of, modules_of, undisturbed
+from amp_fx.numerics.state import (
+    guard_of,
+    known_to,
+    leaves_of,
+    modules_of,
+    parameters_of,
+    undisturbed,
+)
 from amp_fx.progress import working
 from amp_fx.regions.state import no_autocast
 
@@ -34,7 +41,7 @@ def audit(
     optimizer: torch.optim.Optimizer | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Callable[..., AuditReport]:
-    """Finds in which precision a training step really runs, and what is lost.
+    """Finds the precision in which a training step runs, and losses of precision.
 
     ``amp_fx.audit(step)(*inputs)`` runs one step and observes each op: forward, backward and
     the step of the optimizer. It restores parameters, buffers, gradients, states of optimizers and
@@ -118,7 +125,7 @@ class _Audit:
         mode.rules += [
             *(losses, ChoiceRule(roundings), UpcastRule(roundings), IntegerRule(), roundings),
             *(GradientRule(mode, weights), CollectiveRule(mode)),
-            *(RegionRule(mode), LowWeightRule(mode, self._trained() or weights)),
+            *(RegionRule(mode), LowWeightRule(mode, parameters_of(*self.optimizers) or weights)),
             *(updates, ScalerRule(mode, self.scalers)),
         ]
         mode.notes.on_backward = losses.see_root
@@ -164,11 +171,9 @@ class _Audit:
     def _weights(self) -> list[torch.Tensor]:
         """Returns the parameters of the step's modules, and other leaves that it knows."""
         parameters = [p for module in self.modules for p in module.parameters()]
-        return list(dict.fromkeys([*parameters, *leaves_of(self.step), *self._trained()]))
-
-    def _trained(self) -> list[torch.Tensor]:
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        return [parameter for group in groups for parameter in group["params"]]
+        return list(
+            dict.fromkeys([*parameters, *leaves_of(self.step), *parameters_of(*self.optimizers)])
+        )
 
     def _count(self, mode: AuditMode) -> None:
         """Counts parameters and buffers by dtype and module."""

@@ -1,7 +1,7 @@
 """Observes the ops of a training step, and counts them by dtype and module.
 
-Each op becomes an ``Event``, which every rule sees once. A rule remembers what it knows about a
-tensor as a mark on the tensor's storage (``Marks``), so that views share it.
+Each op becomes an ``Event``, which every rule gets once. A rule stores facts about a tensor as a
+mark on the tensor's storage (``Marks``), so that views share it.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Uses:
 
 
 class AuditMode(Recorder):  # type: ignore[no-untyped-call]
-    """Runs a step as it is, and shows each op to rules."""
+    """Runs a step unchanged, and passes each op to rules."""
 
     def __init__(self, guard: StateGuard, modules: Iterable[torch.nn.Module]) -> None:
         super().__init__(guard, modules)
@@ -164,7 +164,7 @@ class AuditMode(Recorder):  # type: ignore[no-untyped-call]
         stage, site, _ = self.place("", tensors)
         self.num_backwards += stage == "backward"
         if stage != "backward" and node is not None:
-            return results  # a checkpoint repeats it
+            return results  # a checkpoint repeats the op
         name = op._schema.name.partition("::")[2]
         device = next((t.device.type for t in tensors), "cpu")
         event = Event(
@@ -181,13 +181,13 @@ class AuditMode(Recorder):  # type: ignore[no-untyped-call]
             flops=_flops(op, args, kwargs, results),
             before=before,
         )
-        self._tell(event, is_view=facts_of(op).is_view)
+        self._pass_on(event, is_view=facts_of(op).is_view)
         return results
 
-    def _tell(self, event: Event, *, is_view: bool) -> None:
-        """Counts an op and shows it to the rules, which see views only in a backward.
+    def _pass_on(self, event: Event, *, is_view: bool) -> None:
+        """Counts an op and passes it to the rules, which get views only in a backward.
 
-        Sparse and quantized tensors have no storage of elements: rules do not see their ops.
+        Rules do not get ops on sparse and quantized tensors, which have no storage of elements.
         """
         tensors, module = event.tensors + event.results, event.site.module
         if event.flops or event.name.startswith("_scaled_dot_product"):

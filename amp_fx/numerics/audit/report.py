@@ -61,7 +61,7 @@ class Finding:
         code: The text of that line.
         message: The cost, in one sentence.
         repair: The change that avoids the cost.
-        count: The number of places in equal modules that this finding stands for.
+        count: The number of repeated modules with this finding.
     """
 
     kind: str
@@ -128,7 +128,7 @@ class Use:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AuditReport(Report):
-    """Shows in which precision one training step runs, and what is lost.
+    """Shows the precision of one training step, and losses of precision.
 
     Attributes:
         model: The class of the step, or the name of the function.
@@ -171,11 +171,6 @@ class AuditReport(Report):
                 _modules(uses),
             )
         return Group(*lines, Text(""), table)
-
-    def __repr__(self) -> str:
-        """Returns one line."""
-        kinds = ", ".join(dict.fromkeys(finding.kind for finding in self.findings))
-        return f"<AuditReport of {self.model}: {kinds or 'no findings'}>"
 
 
 _MOST = 3

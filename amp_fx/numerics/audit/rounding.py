@@ -1,7 +1,7 @@
-"""Findings about values: rounded before a loss, before a choice, or before anything used them.
+"""Findings about values that are rounded before a loss, a choice or any other use.
 
-A cast in the program text is told from a cast of autocast by the function of torch that the
-program called: ``x.bfloat16()`` against ``linear(x, w)``.
+The function of torch that the program called distinguishes a cast in the program text
+(``x.bfloat16()``) from a cast of autocast (``linear(x, w)``).
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ class IntegerRule(Rule):
 
 
 _LARGEST = 2.0**24
-"""The largest integers that are taken for such; what masks hold is larger."""
+"""The largest value that counts as an integer; the values in masks are larger."""
 
 
 def _rounded(low: torch.Tensor, exact: torch.Tensor) -> float:
@@ -249,7 +249,7 @@ class UpcastRule(Rule):
         self._upcasts: list[Upcast] = []
 
     def see(self, event: Event) -> None:
-        """Notes casts to float32, and what uses their results."""
+        """Notes casts to float32, and the ops that use their results."""
         if event.stage != "forward" or not event.results:
             return
         result = event.results[0]

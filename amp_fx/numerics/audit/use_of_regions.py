@@ -1,4 +1,4 @@
-"""Findings about autocast regions: what they do not cast, and a backward inside of one."""
+"""Findings about autocast regions: products that they do not cast, and a backward inside."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class RegionRule(Rule):
             self._float32.append(event)
 
     def findings(self) -> Iterator[Finding]:
-        """Yields what the regions do not cast, and the backward."""
+        """Yields products that the regions do not cast, and the backward."""
         yield from self._without_effect()
         least = max(LEAST_FLOPS, LEAST_SHARE * self._flops)
         for event in self._float32:
