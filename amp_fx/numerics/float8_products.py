@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.numerics.mode import ShadowedCall, ShadowMode
-from amp_fx.numerics.shadow import OpFacts, below_everything, is_tracked, widened
+from amp_fx.numerics.shadow import OpFacts, below_everything, is_tracked
 from amp_fx.policies.float8 import quantize
 from amp_fx.tables.float8 import RECIPES
 
@@ -131,7 +131,7 @@ class _Product:
             self._compare_gradients(grads, grad, site)
 
     def _compare_gradients(self, grads: Any, grad: torch.Tensor, site: NodeLocation) -> None:
-        shadow, wide = self.mode.shadows.of(grad), widened(grad, self.mode.reference)
+        shadow, wide = self.mode.shadows.of(grad), self.mode.shadows.widened(grad)
         pairs = [(shadow, *self.shadow), (wide, *self._wide())]
         scaling = self.settings.grad
         if grads[0] is not None:
@@ -155,8 +155,8 @@ class _Product:
         return _ProductCall(self.mode, None, _FACTS, tuple(tensors), {}, tensors, *recipe, *place)
 
     def _wide(self) -> tuple[torch.Tensor, torch.Tensor]:
-        reference = self.mode.reference
-        return widened(self.x, reference), widened(self._matrix(self.weight), reference)
+        widened = self.mode.shadows.widened
+        return widened(self.x), widened(self._matrix(self.weight))
 
     def _matrix(self, weight: torch.Tensor) -> torch.Tensor:
         """Returns the weight as ``[inputs, outputs]``."""

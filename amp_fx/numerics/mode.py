@@ -24,20 +24,19 @@ from amp_fx.numerics.places import is_inside
 from amp_fx.numerics.recorder import Recorder
 from amp_fx.numerics.records import OpRecord, OutputError
 from amp_fx.numerics.shadow import (
+    HALF_TO_FLOAT,
     OpFacts,
     Shadows,
     below_everything,
     dropped_out,
     facts_of,
-    in_reference,
     is_tracked,
-    names_low_dtype,
     tensors_in,
-    widened,
 )
 from amp_fx.numerics.state import random_state
 from amp_fx.numerics.storages import address_of
 from amp_fx.numerics.suspects import OpGraph
+from amp_fx.torch_private import pytree
 from amp_fx.torch_private.modes import DisableTorchFunction
 
 if TYPE_CHECKING:
@@ -90,11 +89,12 @@ class ShadowedCall:
     number: int | None = None
 
     def __post_init__(self) -> None:
-        self.shadows, self.reference = self.mode.shadows, self.mode.reference
+        self.shadows = self.mode.shadows
         self.written = self.facts.written(self.args, self.kwargs)
         self.has_diverged = any(map(self.shadows.has_diverged, self.tensors))
         self.has_low = any(self.shadows.is_low(t.dtype) for t in self.tensors)
-        self.names_low = names_low_dtype(self.args, self.kwargs, self.reference)
+        dtypes = [v for v in (*self.args, *self.kwargs.values()) if isinstance(v, torch.dtype)]
+        self.names_low = any(map(self.shadows.is_low, dtypes))
 
     def is_affected(self) -> bool:
         """Returns True if results in the reference may differ."""
@@ -151,7 +151,7 @@ class ShadowedCall:
                 shadow, repeated = self._repeat(before, results)
             except (RuntimeError, IndexError, ValueError, NotImplementedError) as error:
                 line = str(error).strip().split("\n")[0]
-                why = f"it does not run in {dtype_name(self.reference)} ({line})"
+                why = f"it does not run in {dtype_name(self.shadows.reference)} ({line})"
                 return self._left_out(self._followed(results), why)
             if _shapes(shadow) != _shapes(results):
                 why = "its sizes depend on the numbers, which differ"
@@ -172,7 +172,7 @@ class ShadowedCall:
         """Sets the shadows of results to the results, because the op was not repeated."""
         for tensor in [*tensors_in(results), *self.written]:
             if self.shadows.has_diverged(tensor):
-                self.shadows.put(tensor, widened(tensor, self.reference), is_fresh=False)
+                self.shadows.put(tensor, self.shadows.widened(tensor), is_fresh=False)
         return results
 
     def _repetition(self, choose: Choice) -> Repetition:
@@ -183,7 +183,15 @@ class ShadowedCall:
         if self.op is aten.native_dropout.default:
             kept = choose(self.args[0])
             return lambda results: dropped_out(kept, self.args, results[1])
-        args, kwargs = in_reference(self.op, self.args, self.kwargs, choose, self.reference)
+
+        def change(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return choose(value)
+            return self.shadows.wide(value) if isinstance(value, torch.dtype) else value
+
+        args, kwargs = pytree.tree_map(change, (self.args, self.kwargs))
+        if self.op in HALF_TO_FLOAT and len(args) == 3:
+            args = (*args[:2], False)
         run = functools.partial(self.op, *args, **kwargs)
         if not self.facts.is_random:
             return lambda _: run()
@@ -216,7 +224,7 @@ class ShadowedCall:
 
         def choose(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.requires_grad or not tensor.is_floating_point():
-                return widened(tensor, self.reference)
+                return self.shadows.widened(tensor)
             return self.shadows.of(tensor)
 
         return self._repetition(choose)
@@ -244,7 +252,7 @@ class ShadowedCall:
             return self.shadows.writable(tensor) if is_written else self.shadows.of(tensor)
 
         def from_low(tensor: torch.Tensor) -> torch.Tensor:
-            wide = widened(tensor, self.reference)
+            wide = self.shadows.widened(tensor)
             return tensor.clone() if id(tensor) in written and wide is tensor else wide
 
         shadow = self._repetition(from_shadow)
@@ -286,9 +294,9 @@ class ShadowedCall:
                 differs = self._compare_discrete(seen, result, second)
                 errors += [(result, seen.accumulated_in)] if differs else []
                 continue
-            wide = widened(second, self.reference)
+            wide = self.shadows.widened(second)
             again = wide if second is third else third
-            again = None if again is None else widened(again, self.reference)
+            again = None if again is None else self.shadows.widened(again)
             is_counted = is_measured and not (position and self.facts.saves)
             error = 0.0
             if is_counted or self.shadows.is_low(result.dtype):
@@ -436,7 +444,6 @@ class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
         self.measured_nodes: set[int] = set()
         """Numbers of nodes of products in float8, each of which is measured as one op."""
         self.num_healed = 0
-        self.reference = reference
         self._modules = modules
         self.is_brief = is_brief
 

@@ -34,33 +34,18 @@ MOST = 12
 """The largest number of rows of the table, and of lines of suspects."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """Ops of one name in repeated modules."""
-
-    nodes: tuple[OpRecord, ...]
-
-    @property
-    def effect(self) -> float:
-        """The effect of all errors on the loss, to first order."""
-        return sum(n.effect or 0.0 for n in self.nodes)
-
-    @property
-    def effect_rms(self) -> float:
-        """The effect on the loss if the errors had random signs."""
-        return math.hypot(*(n.effect_rms for n in self.nodes))
-
-    @property
-    def overflows(self) -> int:
-        """The number of elements that overflow."""
-        return sum(n.overflows + n.singular for n in self.nodes)
-
-
-def rows_of(nodes: Iterable[OpRecord]) -> list[Row]:
+def rows_of(nodes: Iterable[OpRecord]) -> list[list[OpRecord]]:
     """Groups ops in rows: overflows first, then by the effect on the loss."""
     groups = grouped(nodes, lambda n: (n.stage, without_numbers(n.module), n.label, n.recipe))
-    rows = [Row(tuple(group)) for group in groups.values()]
-    return sorted(rows, key=lambda row: (row.overflows == 0, -row.effect_rms))
+
+    def rank(row: list[OpRecord]) -> tuple[bool, float]:
+        return _overflows(row) == 0, -math.hypot(*(n.effect_rms for n in row))
+
+    return sorted(groups.values(), key=rank)
+
+
+def _overflows(row: list[OpRecord]) -> int:
+    return sum(n.overflows + n.singular for n in row)
 
 
 def render(report: AccuracyReport) -> RenderableType:
@@ -103,7 +88,7 @@ def _head(report: AccuracyReport) -> Text:
     return text
 
 
-def _table(report: AccuracyReport, rows: list[Row]) -> Table:
+def _table(report: AccuracyReport, rows: list[list[OpRecord]]) -> Table:
     folded = ("stage", "module", "op")
     table = new_table(
         *folded,
@@ -112,24 +97,24 @@ def _table(report: AccuracyReport, rows: list[Row]) -> Table:
         right=("count",),
     )
     for row in rows:
-        first = row.nodes[0]
-        dtype = next((n.dtype for n in row.nodes if n.local), first.dtype)
+        first = row[0]
+        dtype = next((n.dtype for n in row if n.local), first.dtype)
         table.add_row(
             first.stage,
-            folded_path(n.module for n in row.nodes) or "-",
+            folded_path(n.module for n in row) or "-",
             first.label,
-            str(len(row.nodes)),
+            str(len(row)),
             _dtype_cell(dtype, row),
-            number(max(n.local for n in row.nodes)),
-            number(max(n.accumulated for n in row.nodes)),
-            _part(row.effect, report.loss_magnitude),
+            number(max(n.local for n in row)),
+            number(max(n.accumulated for n in row)),
+            _part(sum(n.effect or 0.0 for n in row), report.loss_magnitude),
             _range(row),
         )
     return table
 
 
-def _dtype_cell(dtype: str, row: Row) -> Text:
-    recipe = next((n.recipe for n in row.nodes if n.recipe), "")
+def _dtype_cell(dtype: str, row: list[OpRecord]) -> Text:
+    recipe = next((n.recipe for n in row if n.recipe), "")
     return Text(f"float8 {recipe}") if recipe else dtype_cell(dtype)
 
 
@@ -139,13 +124,13 @@ def _part(effect: float, loss: float | None) -> str:
     return share(effect / abs(loss))
 
 
-def _range(row: Row) -> str:
-    if row.overflows:
-        return f"{row.overflows} overflow"
-    flushed, nonzero = sum(n.flushed for n in row.nodes), sum(n.nonzero for n in row.nodes)
+def _range(row: list[OpRecord]) -> str:
+    if _overflows(row):
+        return f"{_overflows(row)} overflow"
+    flushed, nonzero = sum(n.flushed for n in row), sum(n.nonzero for n in row)
     if flushed:
         return f"{share(flushed / nonzero)} flushed"
-    room = min((n.headroom for n in row.nodes if n.dtype == "float16"), default=math.inf)
+    room = min((n.headroom for n in row if n.dtype == "float16"), default=math.inf)
     return f"{room:.0f} bits left" if math.isfinite(room) else ""
 
 

@@ -21,7 +21,7 @@ from amp_fx.torch_private.autograd import DispatchBelowAutograd, neg_view
 from amp_fx.torch_private.modes import DisableTorchFunction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from amp_fx.torch_private.ops import OpOverload
 
@@ -96,6 +96,11 @@ class Shadows:
         """Returns the dtype of the shadow of a tensor."""
         return wide_dtype(dtype, self.reference)
 
+    def widened(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor in its dtype in the reference; the same object if it has that dtype."""
+        dtype = self.wide(tensor.dtype)
+        return tensor if dtype == tensor.dtype else tensor.to(dtype)
+
     def is_low(self, dtype: torch.dtype) -> bool:
         """Returns True if a dtype is less precise than the reference."""
         return self.wide(dtype) != dtype
@@ -121,7 +126,7 @@ class Shadows:
         """Returns the shadow of a tensor: itself, a view of a second storage, or a wide copy."""
         found = self.entry(tensor)
         if found is None or found.shadow is None or not _fits(found, tensor, self):
-            return widened(tensor, self.reference)
+            return self.widened(tensor)
         return _view(found.shadow, tensor, self.wide(tensor.dtype))
 
     def writable(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -161,12 +166,6 @@ class Shadows:
             found.shadow = flat.to(dtype, copy=True).untyped_storage()
         else:
             found.shadow = torch.empty(size, dtype=dtype, device=tensor.device).untyped_storage()
-
-
-def widened(tensor: torch.Tensor, reference: torch.dtype) -> torch.Tensor:
-    """Returns a tensor in its dtype in the reference; the same object if it has that dtype."""
-    dtype = wide_dtype(tensor.dtype, reference)
-    return tensor if dtype == tensor.dtype else tensor.to(dtype)
 
 
 @functools.cache
@@ -237,7 +236,7 @@ def _has_same_layout(tensor: torch.Tensor, value: torch.Tensor) -> bool:
 
 aten = torch.ops.aten
 
-_HALF_TO_FLOAT = (aten._softmax.default, aten._log_softmax.default)
+HALF_TO_FLOAT = (aten._softmax.default, aten._log_softmax.default)
 """Ops with an argument ``half_to_float``, which wide inputs do not support."""
 
 _EMPTY = tuple(
@@ -324,34 +323,6 @@ _STATISTICS = ("running_mean", "running_var")
 def _is_written(argument: torch.Argument) -> bool:
     alias = argument.alias_info
     return argument.name in _STATISTICS or (alias is not None and alias.is_write)
-
-
-def in_reference(
-    op: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    swap: Callable[[torch.Tensor], torch.Tensor],
-    reference: torch.dtype,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments of a call with swapped tensors, and with wide dtypes for low ones."""
-
-    def change(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return swap(value)
-        return wide_dtype(value, reference) if isinstance(value, torch.dtype) else value
-
-    args, kwargs = pytree.tree_map(change, (args, kwargs))
-    if op in _HALF_TO_FLOAT and len(args) == 3:
-        args = (*args[:2], False)
-    return args, kwargs
-
-
-def names_low_dtype(args: tuple[Any, ...], kwargs: dict[str, Any], reference: torch.dtype) -> bool:
-    """Returns True if an argument is a dtype below the reference."""
-    return any(
-        isinstance(value, torch.dtype) and wide_dtype(value, reference) != value
-        for value in (*args, *kwargs.values())
-    )
 
 
 @contextlib.contextmanager

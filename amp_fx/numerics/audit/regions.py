@@ -85,15 +85,9 @@ class Regions:
 
         setattr(torch.autocast, name, replacement)
 
-    def _created(
-        self,
-        region: torch.autocast,
-        device_type: str,  # noqa: ARG002
-        dtype: torch.dtype | None = None,  # noqa: ARG002
-        enabled: bool = True,
-        cache_enabled: bool | None = None,  # noqa: ARG002
-    ) -> None:
-        vars(region)["_amp_fx_is_asked"] = enabled
+    def _created(self, region: torch.autocast, *args: Any, **kwargs: Any) -> None:
+        positional = args[2] if len(args) > 2 else True
+        vars(region)["_amp_fx_is_asked"] = kwargs.get("enabled", positional)
 
     def _entering(self, region: torch.autocast) -> None:
         enabled = bool(region._enabled)
