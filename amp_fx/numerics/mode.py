@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from amp_fx.numerics.state import StateGuard
     from amp_fx.torch_private.ops import OpOverload
 
-    Choice = Callable[[torch.Tensor], torch.Tensor]
+    Chooser = Callable[[torch.Tensor], torch.Tensor]
     Repetition = Callable[[Any], Any]
     """Repeats the op, given its results in the program."""
 
@@ -95,10 +95,8 @@ class ShadowedCall:
         self.has_low = any(self.shadows.is_low(t.dtype) for t in self.tensors)
         dtypes = [v for v in (*self.args, *self.kwargs.values()) if isinstance(v, torch.dtype)]
         self.names_low = any(map(self.shadows.is_low, dtypes))
-
-    def is_affected(self) -> bool:
-        """Returns True if results in the reference may differ."""
-        return not self.facts.is_empty and (self.has_diverged or self.has_low or self.names_low)
+        may_differ = self.has_diverged or self.has_low or self.names_low
+        self.is_affected = may_differ and not self.facts.is_empty
 
     def run_once(self) -> Any:
         """Runs the op as in the program, if the reference runs the same op on the same inputs."""
@@ -175,7 +173,7 @@ class ShadowedCall:
                 self.shadows.put(tensor, self.shadows.widened(tensor), is_fresh=False)
         return results
 
-    def _repetition(self, choose: Choice) -> Repetition:
+    def _repetition(self, choose: Chooser) -> Repetition:
         """Returns a function that runs the op in the reference, with the same random numbers.
 
         The arguments are chosen at once, before the op writes to them.
@@ -464,7 +462,7 @@ class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
                 self.count_node()
                 return results
         call = ShadowedCall(self, op, facts, args, kwargs, tensors)
-        return call.run() if call.is_affected() else call.run_once()
+        return call.run() if call.is_affected else call.run_once()
 
     def run_other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an op that cannot be examined."""

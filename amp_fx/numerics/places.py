@@ -34,13 +34,6 @@ if TYPE_CHECKING:
     from amp_fx.policies.changes import ModuleStack
 
 
-def eager_form(op: Any) -> Callable[..., Any] | None:
-    """Returns a function that runs a higher-order op like eager code; None if there is none."""
-    if not isinstance(op, HigherOrderOperator):
-        return None
-    return _FORMS.get(str(op))
-
-
 def _cond(
     predicate: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any
 ) -> Any:
@@ -113,10 +106,9 @@ class CallNotes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function; a higher-order op, such as a branch, in its eager form."""
-        form = eager_form(func)
-        if form is not None:
+        if isinstance(func, HigherOrderOperator) and str(func) in _FORMS:
             with self:
-                return form(*args, **(kwargs or {}))
+                return _FORMS[str(func)](*args, **(kwargs or {}))
         if func is torch.Tensor.backward and self.on_backward is not None:
             self.on_backward(args[0])
         outer, self.function = self.function, func

@@ -116,7 +116,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return ("again" if is_again else "forward"), site, number if is_own else None
 
     def _site_in_backward(self, node: Any, kernel: str) -> NodeLocation:
-        found = self._site_of.get(number_of(node)) or NodeLocation(op=_node_name(node))
+        name = str(node.name()).removesuffix("Backward0")
+        found = self._site_of.get(number_of(node)) or NodeLocation(op=name)
         if not is_custom(node):
             return found
         here = self.places.here(kernel)
@@ -139,7 +140,3 @@ def is_in_checkpoint() -> bool:
     """
     file = torch.utils.checkpoint.__file__
     return any(frame.f_code.co_filename == file for frame in frames_above())
-
-
-def _node_name(node: Any) -> str:
-    return str(node.name()).removesuffix("Backward0")

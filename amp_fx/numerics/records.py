@@ -153,11 +153,6 @@ class OpRecord(Measures):
         return math.log2(limit / self.max_abs) if math.isfinite(self.max_abs) else -math.inf
 
     @property
-    def result_dtype(self) -> str:
-        """The dtype of the result."""
-        return "bfloat16" if self.recipe else self.dtype
-
-    @property
     def is_float(self) -> bool:
         """True if the result is a floating-point tensor."""
         return bool(getattr(torch, self.dtype).is_floating_point)
@@ -180,7 +175,18 @@ class OpRecord(Measures):
     @property
     def reason(self) -> str:
         """Describes the measures."""
-        return sentence_on(self)
+        parts = [f"its own error is {number(self.local)}" if self.local else "makes no error"]
+        if self.accumulated:
+            parts.append(f"that since the start {number(self.accumulated)}")
+        if self.effect:
+            parts.append(f"it moves the loss by {number(self.effect)}")
+        if self.overflows:
+            parts.append(overflow_words(self))
+        if self.flushed:
+            parts.append(flush_words(self))
+        if self.flips:
+            parts.append(f"{self.flips} discrete elements differ")
+        return "; ".join(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +274,7 @@ def limit_of(dtype: str) -> float:
 def overflow_words(record: OpRecord) -> str:
     """Describes how much of a result overflowed."""
     part = f"{record.overflows} of {record.numel} elements overflow"
-    limit = limit_of(record.result_dtype)
+    limit = limit_of("bfloat16" if record.recipe else record.dtype)
     if record.max_abs > limit and record.max_abs != float("inf"):
         return f"{part}: |x| is up to {number(record.max_abs)}, the limit is {limit:.6g}"
     return part
@@ -283,19 +289,3 @@ def flush_words(record: OpRecord) -> str:
             f"scales bring the largest ones to {limit:.6g}, the limit of {record.dtype}"
         )
     return f"{share(record.underflow)} of its elements are flushed to zero"
-
-
-def sentence_on(record: OpRecord) -> str:
-    """Describes the measures of an op."""
-    parts = [f"its own error is {number(record.local)}" if record.local else "makes no error"]
-    if record.accumulated:
-        parts.append(f"that since the start {number(record.accumulated)}")
-    if record.effect:
-        parts.append(f"it moves the loss by {number(record.effect)}")
-    if record.overflows:
-        parts.append(overflow_words(record))
-    if record.flushed:
-        parts.append(flush_words(record))
-    if record.flips:
-        parts.append(f"{record.flips} discrete elements differ")
-    return "; ".join(parts)

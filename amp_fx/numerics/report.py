@@ -98,24 +98,20 @@ def _table(report: AccuracyReport, rows: list[list[OpRecord]]) -> Table:
     )
     for row in rows:
         first = row[0]
+        recipe = next((n.recipe for n in row if n.recipe), "")
         dtype = next((n.dtype for n in row if n.local), first.dtype)
         table.add_row(
             first.stage,
             folded_path(n.module for n in row) or "-",
             first.label,
             str(len(row)),
-            _dtype_cell(dtype, row),
+            dtype_cell(f"float8 {recipe}" if recipe else dtype),
             number(max(n.local for n in row)),
             number(max(n.accumulated for n in row)),
             _part(sum(n.effect or 0.0 for n in row), report.loss_magnitude),
             _range(row),
         )
     return table
-
-
-def _dtype_cell(dtype: str, row: list[OpRecord]) -> Text:
-    recipe = next((n.recipe for n in row if n.recipe), "")
-    return Text(f"float8 {recipe}") if recipe else dtype_cell(dtype)
 
 
 def _part(effect: float, loss: float | None) -> str:

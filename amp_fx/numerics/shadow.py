@@ -303,7 +303,12 @@ def facts_of(op: OpOverload) -> OpFacts:
     """Returns the facts about an op."""
     schema = op._schema
     arguments = list(enumerate(schema.arguments))
-    writes = tuple((i, a.name) for i, a in arguments if _is_written(a))
+    writes = tuple(
+        (position, argument.name)
+        for position, argument in arguments
+        if argument.name in _STATISTICS
+        or (argument.alias_info is not None and argument.alias_info.is_write)
+    )
     returns = [result.alias_info for result in schema.returns]
     is_view = bool(returns) and not writes and all(alias is not None for alias in returns)
     return OpFacts(
@@ -318,11 +323,6 @@ def facts_of(op: OpOverload) -> OpFacts:
 
 _STATISTICS = ("running_mean", "running_var")
 """Arguments that kernels of batch normalization write, although their schemas do not say so."""
-
-
-def _is_written(argument: torch.Argument) -> bool:
-    alias = argument.alias_info
-    return argument.name in _STATISTICS or (alias is not None and alias.is_write)
 
 
 @contextlib.contextmanager

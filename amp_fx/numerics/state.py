@@ -116,12 +116,6 @@ class StateGuard:
                 whole.set_(storage, 0, (storage.nbytes(),), (1,))
                 self._storages[address] = (whole, whole.clone())
 
-    def save_all(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Copies tensors to which compiled code may write unobserved, and their gradients."""
-        several = list(tensors)
-        self.note_inputs(several)
-        self.save(several)
-
     def restore(self) -> None:
         """Restores the state."""
         with torch.no_grad(), below_everything():

@@ -60,7 +60,10 @@ class Trial:
         tensors = [*self.parameters.values(), *self.buffers.values()]
         state = self.optimizer.state if self.optimizer is not None else {}
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        self.guard.save_all([*tensors, *grads, *tensors_in([*map(dict, state.values())])])
+        # Compiled code may write to all of them unobserved.
+        tensors += [*grads, *tensors_in([*map(dict, state.values())])]
+        self.guard.note_inputs(tensors)
+        self.guard.save(tensors)
         for parameter in self.parameters.values():
             parameter.grad = None
 

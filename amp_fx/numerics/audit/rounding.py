@@ -46,10 +46,6 @@ LOSSES = frozenset(
 """Functions of losses whose names do not end in ``_loss``."""
 
 
-def _is_loss(function: str) -> bool:
-    return function in LOSSES or function.endswith("_loss")
-
-
 def is_move(event: Event) -> bool:
     """Returns True if an op passes on the values of its first input."""
     return event.name == "_to_copy" or f"aten::{event.name}" in MOVES
@@ -123,7 +119,8 @@ class LossRule(Rule):
         if event.stage != "forward":
             return
         # A norm by hand ends in a reciprocal root.
-        is_loss = _is_loss(event.function) or event.function == "rsqrt"
+        name = event.function
+        is_loss = name in LOSSES or name.endswith("_loss") or name == "rsqrt"
         is_off = event.region is None or not event.region.is_enabled
         for tensor in event.floats if is_loss or event.function in NORMS else ():
             rounding = self._roundings.of(tensor)

@@ -137,8 +137,10 @@ class OptimizerRule(Rule):
             first, _ = lost[0]
             names = ", ".join(f"{each.name} {share:.0%}" for each, share in lost[:3])
             more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            groups = optimizer.param_groups
+            rates = (g["lr"] for g in groups if any(p is first.parameter for p in g["params"]))
             message = (
-                f"At learning rate {_rate(optimizer, first.parameter):g}, elements of {len(lost)} "
+                f"At learning rate {float(next(rates)):g}, elements of {len(lost)} "
                 f"parameters cannot move ({names}{more}): their updates are smaller than half a "
                 f"unit in the last place of {dtype_name(first.parameter.dtype)}."
             )
@@ -186,11 +188,6 @@ def _state_of(optimizer: Any, parameter: torch.Tensor) -> State:
         for key, value in state
         if _is_tensor(value) and value.shape == parameter.shape
     }
-
-
-def _rate(optimizer: Any, parameter: torch.Tensor) -> float:
-    groups = optimizer.param_groups
-    return next(float(g["lr"]) for g in groups if any(p is parameter for p in g["params"]))
 
 
 def _twin_of(optimizer: Any) -> tuple[Any, dict[torch.Tensor, torch.Tensor]]:

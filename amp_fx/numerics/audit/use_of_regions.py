@@ -69,7 +69,7 @@ class RegionRule(Rule):
         if region is not None and not region.is_asked:
             return  # a region inside turns autocast off on purpose
         has_low = any(is_below_float32(tensor.dtype) for tensor in event.floats)
-        for outer in self._mode.regions.open():
+        for outer in self._mode.regions.entered:
             products = self._products.setdefault(outer, _Products())
             products.is_cast |= has_low
             products.other = products.other or event
