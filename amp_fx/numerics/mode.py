@@ -152,7 +152,7 @@ class ShadowedCall:
                 why = f"it does not run in {dtype_name(self.shadows.reference)} ({line})"
                 return self._left_out(self._followed(results), why)
             if _shapes(shadow) != _shapes(results):
-                why = "its sizes depend on the numbers, which differ"
+                why = "its sizes depend on values, which differ"
                 return self._left_out(self._followed(results), why)
             again = None if mixed is None else mixed(results)
             seen = self.compare(results, shadow, repeated, inside)
@@ -472,7 +472,7 @@ class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
 
     def see_wrapped(self, tensor: torch.Tensor) -> None:
         """Lists a tensor subclass as not examined."""
-        why = "what ops on the tensors that it consists of do to the loss is not known"
+        why = "the effect of ops on its inner tensors on the loss is unknown"
         self.leave_out(type(tensor).__name__, self.places.here("").module, why)
 
     def leave_out(self, op: str, module: str, why: str) -> None:

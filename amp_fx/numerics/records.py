@@ -175,9 +175,11 @@ class OpRecord(Measures):
     @property
     def reason(self) -> str:
         """Describes the measures."""
-        parts = [f"its own error is {number(self.local)}" if self.local else "makes no error"]
+        parts = [
+            f"its own error is {number(self.local)}" if self.local else "it has no error itself"
+        ]
         if self.accumulated:
-            parts.append(f"that since the start {number(self.accumulated)}")
+            parts.append(f"its error since the start is {number(self.accumulated)}")
         if self.effect:
             parts.append(f"it moves the loss by {number(self.effect)}")
         if self.overflows:

@@ -70,7 +70,7 @@ def render(report: AccuracyReport) -> RenderableType:
 
 LEGEND = (
     "count: ops in the row; in: dtype of the results; local: largest error of one op on the same "
-    "inputs; accum.: largest error since the start; of loss: change of the loss by the own errors; "
+    "inputs; accum.: largest error since the start; of loss: change of the loss by local errors; "
     "range: overflows, values flushed to zero, or powers of two left below the limit"
 )
 """The meaning of the columns."""

@@ -127,7 +127,7 @@ def _register_hooks(
         is_measured = node.name() in _PASSING or number in mode.measured_nodes
         if is_custom(node) and not is_measured:
             module = mode.site_of(number).module
-            why = "what ops inside of a custom function do to the loss is not known"
+            why = "the effect of ops inside of a custom function on the loss is unknown"
             mode.leave_out(node.name().removesuffix("Backward"), module, why)
     for number, errors in mode.output_errors.items():
         found = nodes.get(number)

@@ -249,8 +249,8 @@ def _forward_findings(node: OpRecord, graph: OpGraph) -> Iterator[_Finding]:
         yield _Finding(kind, node, node, units / most, why)
     if node.integers:
         exact = round(1 / UNIT[node.dtype])
-        why = f"integers up to {node.integers:.0f} enter it rounded: "
-        why += f"{node.dtype} holds all integers up to {exact} only"
+        why = f"its inputs are rounded integers up to {node.integers:.0f}: "
+        why += f"{node.dtype} represents all integers up to {exact}, but not above"
         yield _Finding("integers", node, node, node.integers / exact, why)
     is_large = node.amplification >= AMPLIFICATION and node.accumulated >= CANCELLED
     if is_large and _is_telling(node) and node.index not in graph.chosen:
@@ -333,7 +333,7 @@ def _growth(node: OpRecord, growth: float, graph: OpGraph) -> _Finding:
     cause = max(several, key=lambda n: (abs(n.effect or 0.0), n.local))
     why = f"errors grow {growth:.0f} times in the module, to {number(node.accumulated)}"
     why += f" in `{node.label}`" if node.label != cause.label else ""
-    why += f"; {len(several)} ops of it round" if len(several) > 1 else ""
+    why += f"; {len(several)} such ops round" if len(several) > 1 else ""
     return _Finding("growth", node, cause, growth / GROWTH, why)
 
 
@@ -364,7 +364,7 @@ def _effects(nodes: Iterable[OpRecord], loss: float) -> Iterator[_Finding]:
         threshold = threshold / 4 if len(several) >= MANY else threshold
         if part <= threshold or not math.isfinite(part):
             continue
-        count = f"{len(several)} ops of it together move" if len(several) > 1 else "moves"
+        count = f"{len(several)} such ops together move" if len(several) > 1 else "moves"
         why = f"{count} the loss by {number(moved)}, {share(part)} of it"
         worst = max(several, key=lambda n: abs(n.effect or 0.0))
         yield _Finding("effect", worst, worst, part / threshold, why)
