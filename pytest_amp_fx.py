@@ -1,7 +1,7 @@
-"""The pytest plugin: the fixture ``amp_precision`` checks what low precision does to a step.
+"""The pytest plugin: the fixture ``amp_precision`` checks the precision of a step.
 
-It lies outside of the package, since pytest imports it at every start, and ``import amp_fx`` takes
-torch along. Both are imported when a test asks for the fixture.
+pytest imports this file at every start. It is outside of the package because ``import amp_fx``
+imports torch; both are imported when a test uses the fixture.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from amp_fx.numerics.report import AccuracyReport
 
 FOLDER = "amp_precision"
-"""Where snapshots lie, beside the test file."""
+"""The folder of snapshots, next to the test file."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,7 +51,7 @@ class AmpPrecision:
         self._calls = 0
 
     def path(self) -> Path:
-        """The file of the latest call: ``amp_precision/test_net.py.test_loss.1.json``."""
+        """Returns the file of the latest call: ``amp_precision/test_net.py.test_loss.1.json``."""
         file = self._test.path
         name = quote(self._test.nodeid.partition("::")[2].replace("::", "."), safe="[]=, ")
         return file.parent / FOLDER / f"{file.name}.{name}.{self._calls}.json"
@@ -61,14 +61,14 @@ class AmpPrecision:
     ) -> AccuracyReport:
         """Runs ``amp_fx.accuracy`` and fails if the report differs from the snapshot.
 
-        Suspects, ops with their dtypes and shapes of parameters have to be the same; errors may
-        differ by a factor, because kernels of other machines round elsewhere.
+        Suspects, dtypes of ops and shapes of parameters must be equal. Errors may differ by a
+        factor, because kernels of other machines round elsewhere.
 
         Args:
             step: A module or a function.
-            inputs: What it is called with.
-            factor: How many times larger or smaller errors may be; 4 by default.
-            options: Those of ``amp_fx.accuracy``, with one dtype.
+            inputs: The arguments of the step.
+            factor: The largest ratio of errors; 4 by default.
+            options: Options of ``amp_fx.accuracy``, with one dtype.
 
         Returns:
             The report.

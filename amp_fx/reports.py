@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich import box
 from rich.console import Console
@@ -38,13 +38,17 @@ PIPED_WIDTH = 1000
 class Report:
     """Data that prints as a table, also in notebooks."""
 
+    computed: ClassVar[tuple[str, ...]] = ()
+    """Names of properties that ``to_dict`` contains besides the fields."""
+    omitted: ClassVar[tuple[str, ...]] = ()
+    """Names of fields that ``to_dict`` does not contain."""
+
     def _render(self) -> RenderableType:
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as dictionaries, lists, strings and numbers, by field name."""
-        plain: dict[str, Any] = as_plain(self)
-        return plain
+        return _fields_of(self)
 
     def to_json(self, indent: int | None = 2) -> str:
         """Returns ``to_dict`` as JSON text."""
@@ -54,14 +58,24 @@ class Report:
         """Returns the table with the width of the terminal."""
         return printed(self._render())
 
+    def __repr__(self) -> str:
+        """Returns the first line of the table."""
+        first, _, _ = printed(self._render(), PIPED_WIDTH).partition("\n")
+        return f"<{type(self).__name__}: {first}>"
+
     def _repr_html_(self) -> str:
         return printed_html(self._render())
 
 
 def as_plain(value: Any) -> Any:
-    """Converts nested records to JSON types; NaN and infinity become strings."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = dataclasses.asdict(value)
+    """Converts nested records to JSON types; NaN and infinity become strings.
+
+    Dataclasses may have the class attributes ``computed`` and ``omitted`` of ``Report``.
+    """
+    if isinstance(value, Report):
+        return value.to_dict()
+    if dataclasses.is_dataclass(value):
+        return _fields_of(value)
     if isinstance(value, dict):
         return {key: as_plain(item) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
@@ -69,6 +83,13 @@ def as_plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+def _fields_of(record: Any) -> dict[str, Any]:
+    names = [field.name for field in dataclasses.fields(record)]
+    names += getattr(record, "computed", ())
+    omitted = getattr(record, "omitted", ())
+    return {name: as_plain(getattr(record, name)) for name in names if name not in omitted}
 
 
 def printed(content: RenderableType, width: int | None = None) -> str:

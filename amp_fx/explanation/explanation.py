@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.explanation.records import Totals
-from amp_fx.reports import Report, as_plain, piped_width, printed
+from amp_fx.reports import Report, piped_width, printed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,6 +43,8 @@ class Explanation(Report):
         products: Note on sums in low-precision products on this CPU, or empty.
         shows_all: Whether the table includes views.
     """
+
+    computed = ("totals", "backward_totals", "breaks")
 
     model: str
     policy: str
@@ -124,13 +126,7 @@ class Explanation(Report):
         ``backward_totals`` (the fields of ``records.Totals``), and ``breaks``. Equal models and
         options give equal dictionaries. New keys do not change the schema version.
         """
-        properties = {
-            "totals": self.totals,
-            "backward_totals": self.backward_totals,
-            "breaks": self.breaks,
-        }
-        versions = {"schema": SCHEMA, "torch": torch.__version__}
-        return {**versions, **super().to_dict(), **as_plain(properties)}
+        return {"schema": SCHEMA, "torch": torch.__version__, **super().to_dict()}
 
     def diff(self, other: Explanation) -> Diff:
         """Compares with another explanation of the same model.

@@ -1,10 +1,10 @@
-"""``amp_fx.accuracy`` in two low dtypes, and what moving from one to the other would bring."""
+"""``amp_fx.accuracy`` in two low dtypes, with a verdict on moving from one to the other."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.text import Text
@@ -25,21 +25,23 @@ class DtypeChoice(Report):
     """The reports of one step in two low dtypes.
 
     Attributes:
-        before: In the dtype that was named first.
-        after: In the other one.
+        before: The report in the first dtype.
+        after: The report in the second dtype.
     """
+
+    computed, omitted = ("verdict", "is_safe", "reports"), ("before", "after")
 
     before: AccuracyReport
     after: AccuracyReport
 
     @property
     def reports(self) -> tuple[AccuracyReport, AccuracyReport]:
-        """Both."""
+        """Both reports."""
         return self.before, self.after
 
     @property
     def suspects(self) -> tuple[Suspect, ...]:
-        """Those in the dtype that was named second."""
+        """The suspects in the second dtype."""
         return self.after.suspects
 
     @property
@@ -51,14 +53,14 @@ class DtypeChoice(Report):
 
     @property
     def _has_reference(self) -> bool:
-        """True if the reference is finite; no op is to blame where weights or inputs are not."""
+        """True if the reference is finite; weights and inputs may not be."""
         loss = self.after.reference_loss
         is_finite = loss is None or math.isfinite(loss)
         return is_finite and self.after.reference_problem is None
 
     @property
     def verdict(self) -> str:
-        """A sentence on moving from the first dtype to the second."""
+        """A sentence on moving from the first dtype to the second one."""
         first, second = self.before.dtype, self.after.dtype
         move = f"from {first} to {second}"
         if not self._has_reference:
@@ -82,7 +84,7 @@ class DtypeChoice(Report):
         return f"Moving {move} is safe for these inputs: {why}; {errors}.{self._scaling()}"
 
     def _scaling(self) -> str:
-        """Returns what a report says of the scale of the loss."""
+        """Returns a sentence on the scale of the loss."""
         has_gradients = self.after.gradients and not self.after.is_probed
         if not has_gradients or self.after.dtype != "float16":
             return " A gradient scaler is not needed." if has_gradients else ""
@@ -91,22 +93,13 @@ class DtypeChoice(Report):
         low, high = self.after.suggested_scale
         return f" Scale the loss by {low:g} to {high:g}."
 
-    def to_dict(self) -> dict[str, Any]:
-        """``verdict``, ``is_safe`` and both reports, as ``AccuracyReport.to_dict`` gives them."""
-        reports = [report.to_dict() for report in self.reports]
-        return {"verdict": self.verdict, "is_safe": self.is_safe, "reports": reports}
-
     def _render(self) -> RenderableType:
         tables = (render(report) for report in self.reports)
         return Group(Text(self.verdict), *(part for table in tables for part in ("", table)))
 
-    def __repr__(self) -> str:
-        """The verdict."""
-        return f"<DtypeChoice: {self.verdict}>"
-
 
 def _error(report: AccuracyReport) -> float:
-    """The relative error of the loss, or of the outputs; infinite where it is not finite."""
+    """Returns the relative error of the loss or of the outputs; infinite for an infinite loss."""
     if report.loss is not None and not math.isfinite(report.loss):
         return math.inf
     return report.output_error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -17,7 +18,7 @@ from amp_fx.numerics.dtype_choice import DtypeChoice
 from amp_fx.numerics.report import AccuracyReport
 from amp_fx.numerics.running import caller_of, run_step
 from amp_fx.numerics.shadow import tensors_in
-from amp_fx.numerics.state import refuse_strange
+from amp_fx.numerics.state import check_has_data
 from amp_fx.options import check_device_dtype, default_dtype
 from amp_fx.progress import working
 from amp_fx.second_call import takes_inputs_later
@@ -67,76 +68,57 @@ def accuracy(
     scale: float = 1.0,
     loss: Callable[[Any], Any] | None = None,
     modules: str | Iterable[str] | None = None,
-) -> Callable[..., AccuracyReport] | Callable[..., DtypeChoice]:
-    """Tells what low precision does to a step: which op hurts, and how much.
+) -> Callable[..., AccuracyReport | DtypeChoice]:
+    """Finds the ops whose low precision hurts a step, and measures their errors.
 
-    ``amp_fx.accuracy(step)(x, y)`` runs one forward and backward in mixed precision, eagerly, with
-    a second value of every tensor in the reference precision underneath. Where an op
-    overflows, the largest number of the dtype is put and the run goes on, so that later ones
-    show too. Nothing changes: buffers, gradients and random numbers are put back, and nothing
-    is compiled; a program's own Python state is not known, and a step of two runs happens to it.
+    ``amp_fx.accuracy(step)(x, y)`` runs one forward and backward in mixed precision, eagerly, and
+    computes a second value of every tensor in the reference precision. Elements that overflow are
+    replaced by the largest number of the dtype, so that later overflows are found too. Buffers,
+    gradients, optimizers and random numbers are restored, and nothing is compiled. Other Python
+    state of the program is unknown, and changes as by two calls of the step.
 
-    What eager autocast rounds after every op, inductor's fused kernels keep in float32 inside of
-    a kernel: errors of compiled programs are the same or smaller.
+    Eager autocast rounds after every op, but inductor's fused kernels keep float32 inside: errors
+    of compiled programs are the same or smaller.
 
     Args:
-        step: A module or a function. If the first tensor that it gives is a floating-point
-            scalar, that is the loss; if it gives another, effects are on all outputs, in a
-            random direction. A step may call ``backward`` itself. What was compiled is looked
-            into, and the settings of ``amp_fx.compile`` hold.
-        dtype: What low-precision ops run in; by default autocast's for the device type.
-            Two of them, as in ``("float16", "bfloat16")``, ask what moving from the first to the
-            second would bring: the report is a ``DtypeChoice`` with both reports and a
-            ``verdict``.
+        step: A module or a function. If its first output is a floating-point scalar, that is the
+            loss; else effects are those on all outputs, in a random direction. A step may call
+            ``backward`` itself. Compiled code runs eagerly, with the settings of
+            ``amp_fx.compile``.
+        dtype: The low dtype; by default autocast's for the device type. For two dtypes, as in
+            ``("float16", "bfloat16")``, the result is a ``DtypeChoice`` with both reports, and a
+            ``verdict`` on moving from the first to the second.
         policy: A ``Policy``, the name of a preset or the path of a policy file; by default that
-            of a region around the call, else PyTorch's.
-        reference: ``"float32"``: the program without autocast; or ``"float64"``, which tells
-            the errors of float32 ops too.
-        scale: What the loss is multiplied with for the backward, as a gradient scaler does.
-        loss: Makes a scalar of what the step gives.
-        modules: Patterns of modules (``"h.3.*"``) outside of which nothing is measured. All is
-            still run three times.
+            of the ambient region, else PyTorch's.
+        reference: ``"float32"``: the program without autocast; or ``"float64"``, which also shows
+            the errors of float32 ops.
+        scale: The factor of the loss in the backward, as of a gradient scaler.
+        loss: Returns a scalar, given the outputs of the step.
+        modules: Patterns of modules (``"h.3.*"``) to measure; the whole step still runs.
 
     Returns:
-        A function that takes the step's arguments and gives an ``AccuracyReport``.
+        A function that takes the step's arguments and returns an ``AccuracyReport``.
 
     Raises:
-        OptionError: An option has a value that is not allowed.
-        PolicyError: The policy is none of these.
+        OptionError: An option has an invalid value.
+        PolicyError: The policy is invalid.
         CompileTargetError: The step is neither a module nor a function.
-        AccuracyError: When called: tensors are fake or on ``meta``, the model is in float64 or
-            in a low dtype already, no op takes a floating-point tensor, or there is no tensor
-            to begin a backward with.
+        AccuracyError: When called: tensors are fake or on ``meta``, the model is in float64 or in
+            a low dtype, no op takes a floating-point tensor, or no output can be differentiated.
     """
-    if isinstance(dtype, tuple):
-        both = _both_dtypes(dtype)
-        calls = [
-            accuracy(
-                step,
-                dtype=one,
-                policy=policy,
-                reference=reference,
-                scale=scale,
-                loss=loss,
-                modules=modules,
-            )
-            for one in both
-        ]
-        return lambda *args, **kwargs: DtypeChoice(*(call(*args, **kwargs) for call in calls))
-    target, asked = asked_for(
-        step,
-        "amp_fx.accuracy",
-        dtype,
-        policy,
-        reference=_reference(reference),
-        scale=scale_for(scale),
-        loss=loss,
-        modules=_patterns(modules),
-    )
+    others = {
+        "reference": _reference(reference),
+        "scale": scale_for(scale),
+        "loss": loss,
+        "modules": None if modules is None else patterns_of("modules", modules),
+    }
+    dtypes = _both_dtypes(dtype) if isinstance(dtype, tuple) else (dtype,)
+    several = [asked_for(step, "amp_fx.accuracy", one, policy, **others) for one in dtypes]
 
-    @functools.wraps(target, assigned=("__doc__",), updated=())
-    def accuracy_call(*args: Any, **kwargs: Any) -> AccuracyReport:
-        return examine(target, asked, args, kwargs)
+    @functools.wraps(several[0][0], assigned=("__doc__",), updated=())
+    def accuracy_call(*args: Any, **kwargs: Any) -> AccuracyReport | DtypeChoice:
+        reports = [examine(target, asked, args, kwargs) for target, asked in several]
+        return DtypeChoice(*reports) if len(reports) > 1 else reports[0]
 
     return accuracy_call
 
@@ -164,7 +146,7 @@ class Asked:
 def asked_for(
     step: Any, name: str, dtype: Any, policy: Any, **others: Any
 ) -> tuple[Callable[..., Any], Asked]:
-    """Returns what was compiled, and the arguments with the settings that it was compiled with."""
+    """Returns the step before compilation, and the arguments with the settings of compilation."""
     target, given = unwrap(step, name)
     dtype = given.dtype if dtype is None else as_dtype(dtype)
     return target, Asked(dtype, policy_for(policy, given), given.device_type, **others)
@@ -177,39 +159,45 @@ def _reference(reference: Any) -> torch.dtype:
     return found
 
 
+def check_number(
+    name: str, value: Any, what: str, *, least: float = 0.0, is_whole: bool = False
+) -> None:
+    """Raises an error if an argument is not a finite number of at least ``least``."""
+    is_number = isinstance(value, int if is_whole else (int, float)) and value is not True
+    if not is_number or value is False or not least <= value < math.inf:
+        raise OptionError(f"{name}={value!r} is not {what}")
+
+
 def scale_for(scale: Any) -> float:
-    """A scale of the loss, checked."""
-    is_number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-    if not is_number or not 0 < scale < math.inf:
-        raise OptionError(f"scale={scale!r} is not a positive number")
+    """Returns a scale of the loss, checked."""
+    check_number("scale", scale, "a positive number", least=sys.float_info.min)
     return float(scale)
 
 
-def _patterns(modules: Any) -> tuple[str, ...] | None:
-    if modules is None:
-        return None
-    given = (modules,) if isinstance(modules, str) else modules
-    found = tuple(given) if isinstance(given, (tuple, list)) else ()
-    if not all(isinstance(pattern, str) for pattern in found) or not found:
-        raise OptionError(f"modules={modules!r}: give patterns of module paths, like 'h.3.*'")
-    return found
+def patterns_of(name: str, value: Any) -> tuple[str, ...]:
+    """Returns patterns of module paths, checked."""
+    patterns = (value,) if isinstance(value, str) else value
+    is_sequence = isinstance(patterns, (tuple, list))
+    if not is_sequence or not all(isinstance(pattern, str) for pattern in patterns):
+        raise OptionError(f"{name}={value!r}: give patterns of module paths, like 'h.*.mlp'")
+    return tuple(patterns)
 
 
 def device_type_of(step: Any, args: Any, asked: Asked) -> str:
-    """The device type that autocasts: that of the tensors, an accelerator before the CPU."""
+    """Returns the device type of the tensors; an accelerator is preferred to the CPU."""
     if asked.device_type is not None:
         return asked.device_type
     tensors = tensors_in(args)
     if isinstance(step, torch.nn.Module):
         tensors += [*step.parameters(), *step.buffers()]
     for tensor in tensors:
-        refuse_strange(tensor)
+        check_has_data(tensor)
     found = {tensor.device.type for tensor in tensors} - {"cpu"}
     return next(iter(sorted(found)), "cpu")
 
 
 def low_dtype_of(asked: Asked, device_type: str) -> torch.dtype:
-    """The low dtype: the one asked for, the policy's, or autocast's for the device."""
+    """Returns the low dtype: the argument, that of the policy, or autocast's for the device."""
     dtype = asked.dtype or asked.policy.low_dtype(device_type) or default_dtype(device_type)
     if dtype.itemsize >= asked.reference.itemsize:
         raise OptionError(f"dtype={dtype} is not below the reference {asked.reference}")
@@ -225,7 +213,7 @@ def examine(
     *,
     is_brief: bool = False,
 ) -> AccuracyReport:
-    """Examines one call."""
+    """Returns the report on one call."""
     device_type = device_type_of(step, (args, kwargs), asked)
     dtype = low_dtype_of(asked, device_type)
     region = functools.partial(autocast, device_type, dtype, policy=asked.policy)

@@ -19,12 +19,12 @@ class Difference:
     """A tensor that is not equal in every bit.
 
     Attributes:
-        what: Which tensor: ``"output 0"``, ``"gradient of lin.weight"``.
-        elements: How many elements differ, of ``size``.
-        size: How many there are.
-        max_abs: The largest absolute difference; infinite where one side alone is not finite.
-        ulps: The same in units of the last place; None for other dtypes than real ones.
-        note: What else differs: dtype, shape or the sign of zeros; else empty.
+        what: The tensor: ``"output 0"``, ``"gradient of lin.weight"``.
+        elements: The number of elements that differ.
+        size: The number of all elements.
+        max_abs: The largest absolute difference; infinite if one side alone is not finite.
+        ulps: The same in units of the last place; None if the dtype is not a real one.
+        note: Another difference: in dtype, shape or the sign of zeros; else empty.
     """
 
     what: str
@@ -35,7 +35,7 @@ class Difference:
     note: str = ""
 
     def __str__(self) -> str:
-        """A line."""
+        """Returns one line."""
         if self.note:
             return f"{self.what}: {self.note}"
         ulps = "" if self.ulps is None else f" ({self.ulps} ulps)"
@@ -48,7 +48,7 @@ class Difference:
 def differences(
     expected: Mapping[str, torch.Tensor], actual: Mapping[str, torch.Tensor]
 ) -> tuple[Difference, ...]:
-    """The tensors that differ, in order; NaN equals NaN, 0.0 is not -0.0."""
+    """Returns the tensors that differ, in order; NaN equals NaN, 0.0 differs from -0.0."""
     found = []
     for what in dict.fromkeys((*expected, *actual)):
         if what not in expected or what not in actual:
@@ -61,7 +61,7 @@ def differences(
 
 
 def compare(what: str, expected: torch.Tensor, actual: torch.Tensor) -> Difference | None:
-    """The difference of two tensors; None if they are equal in dtype, shape and bits."""
+    """Returns the difference of two tensors; None if dtype, shape and bits are equal."""
     size = expected.numel()
     if expected.dtype != actual.dtype:
         note = f"{actual.dtype} instead of {expected.dtype}"
@@ -88,7 +88,7 @@ def compare(what: str, expected: torch.Tensor, actual: torch.Tensor) -> Differen
 
 
 def _ordered(value: torch.Tensor) -> torch.Tensor:
-    """Integers that are next to each other where floats are."""
+    """Returns integers in the order of floating-point numbers, without gaps."""
     bits = value.contiguous().view(_INTEGERS[value.dtype.itemsize]).to(torch.int64)
     least = -(1 << (8 * value.dtype.itemsize - 1))
     return torch.where(bits < 0, least - bits, bits)

@@ -1,7 +1,7 @@
-"""A product in float8 under the shadow: one op forward and two backward, not the ops inside.
+"""Measures a product in float8 as one op of the forward and two of the backward.
 
-In the reference it is the plain product of the shadows of both operands. Its own error is that of
-quantizing both, against the plain product of the same operands.
+In the reference it is the plain product of the shadows of both operands. Its own error is compared
+with the plain product of the same operands.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.numerics.mode import ShadowedCall, ShadowMode
-from amp_fx.numerics.shadow import OpFacts, below_everything, is_tracked, widened
+from amp_fx.numerics.shadow import OpFacts, below_everything, is_tracked
 from amp_fx.policies.float8 import quantize
 from amp_fx.tables.float8 import RECIPES
 
@@ -39,19 +39,19 @@ class Float8ShadowMode(ShadowMode):  # type: ignore[no-untyped-call]
         has_rows_of_outputs: bool,
         offsets: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Runs a product and measures it; its backward is measured when that runs.
+        """Runs a product and measures it; its backward is measured when it runs.
 
         Args:
             run: Runs the product in float8.
             x: The input in the low dtype.
             weight: The weight as it is stored.
             recipe: A name of ``RECIPES``.
-            has_rows_of_outputs: Whether the weight is ``[outputs, inputs]``.
-            offsets: Where the rows of each expert end, as ``torch._grouped_mm`` takes it.
+            has_rows_of_outputs: True if the weight is ``[outputs, inputs]``.
+            offsets: The ends of the rows of each expert, as in ``torch._grouped_mm``.
         """
         if self.is_paused or not is_tracked(x) or not is_tracked(weight):
             return run()
-        self.guard.look_at([x, weight])
+        self.guard.note_inputs([x, weight])
         with self.paused():
             result = run()
         ends = [] if offsets is None else offsets.tolist()
@@ -60,17 +60,21 @@ class Float8ShadowMode(ShadowMode):  # type: ignore[no-untyped-call]
 
 
 class _ProductCall(ShadowedCall):
-    """One of the products, with what quantizing its operands flushed to zero."""
+    """One of the products."""
 
-    def compare(
+    def compare_product(
         self,
         results: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        place: tuple[str, NodeLocation, int | None],
         operands: list[tuple[torch.Tensor, Scaling]],
     ) -> None:
-        """Compares the result with that in the reference program and on the same operands."""
-        result, shadow, repeated = results
-        found = self._compare(result, shadow, repeated, place, set())
+        """Measures a product, and counts the elements of operands that are flushed to zero.
+
+        Args:
+            results: The product, that of the reference program, and that of the same operands in
+                the reference.
+            operands: The operands that are quantized.
+        """
+        found = self.compare(*results, set())
         for operand, scaling in operands if found is not None else ():
             assert found is not None
             is_rounded = RECIPES[self.recipe].has_power_of_two_scales
@@ -97,17 +101,16 @@ class _Product:
         self.version = self.x._version
 
     def compare_forward(self, result: torch.Tensor) -> None:
-        """Measures the product, and has its node measure the backward."""
+        """Measures the product, and registers hooks that measure its backward."""
         mode, x, weight = self.mode, self.x, self.weight
-        place = mode.place(KERNEL, [x, weight])
+        call = self._call([x, weight], self.settings.forward, *mode.place(KERNEL, [x, weight]))
         with mode.paused(), below_everything():
-            scaling = self.settings.forward
-            call = self._call([x, weight], scaling)
             self.shadow = mode.shadows.of(x), self._matrix(mode.shadows.of(weight))
             shadow, repeated = (self._by_rows(*pair) for pair in (self.shadow, self._wide()))
+            scaling = self.settings.forward
             operands = [(self._rows(x), scaling), (self._matrix(weight).mT, scaling)]
-            call.compare((result, shadow, repeated), place, operands)
-        node, number = result.grad_fn, place[2]
+            call.compare_product((result, shadow, repeated), operands)
+        node, number = result.grad_fn, call.number
         if node is not None and number is not None:
             mode.measured_nodes.add(number)
             node.register_prehook(self._pause)
@@ -125,37 +128,38 @@ class _Product:
             mode.leave_out(KERNEL, site.module, why)
             return
         with mode.paused(), below_everything():
-            self._compare_gradients(grads, grad, ("backward", site, None))
+            self._compare_gradients(grads, grad, site)
 
-    def _compare_gradients(self, grads: Any, grad: torch.Tensor, place: Any) -> None:
-        shadow, wide = self.mode.shadows.of(grad), widened(grad, self.mode.reference)
+    def _compare_gradients(self, grads: Any, grad: torch.Tensor, site: NodeLocation) -> None:
+        shadow, wide = self.mode.shadows.of(grad), self.mode.shadows.widened(grad)
         pairs = [(shadow, *self.shadow), (wide, *self._wide())]
         scaling = self.settings.grad
         if grads[0] is not None:
             products = [self._by_rows(g, matrix.mT) for g, _, matrix in pairs]
-            call = self._call([grad, self.weight], scaling)
-            call.compare((grads[0], *products), place, [(self._rows(grad), scaling)])
+            call = self._call([grad, self.weight], scaling, "backward", site)
+            call.compare_product((grads[0], *products), [(self._rows(grad), scaling)])
         if grads[1] is not None:
             products = [self._over_rows(x, g) for g, x, _ in pairs]
             products = [p.mT if self.has_rows_of_outputs else p for p in products]
             is_float8 = self.settings.has_float8_weight_grads
-            call = self._call([grad, self.x], scaling if is_float8 else None)
+            call = self._call([grad, self.x], scaling if is_float8 else None, "backward", site)
             parts = self._parts(grad) if is_float8 else []
             operands = [(part.mT, scaling) for part in parts if part.numel()]
-            call.compare((grads[1], *products), place, operands)
+            call.compare_product((grads[1], *products), operands)
 
-    def _call(self, tensors: list[torch.Tensor], scaling: Scaling | None) -> _ProductCall:
-        call = _ProductCall(self.mode, None, _FACTS, tuple(tensors), {}, tensors)
-        if scaling is not None:
-            call.recipe, call.rounded_to = self.recipe, scaling.dtype
-        return call
+    def _call(
+        self, tensors: list[torch.Tensor], scaling: Scaling | None, *place: Any
+    ) -> _ProductCall:
+        """Returns a product at a place, with the scaling of operands in float8."""
+        recipe = ("", None) if scaling is None else (self.recipe, scaling.dtype)
+        return _ProductCall(self.mode, None, _FACTS, tuple(tensors), {}, tensors, *recipe, *place)
 
     def _wide(self) -> tuple[torch.Tensor, torch.Tensor]:
-        reference = self.mode.reference
-        return widened(self.x, reference), widened(self._matrix(self.weight), reference)
+        widened = self.mode.shadows.widened
+        return widened(self.x), widened(self._matrix(self.weight))
 
     def _matrix(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight as ``[inputs, outputs]``."""
+        """Returns the weight as ``[inputs, outputs]``."""
         return weight.mT if self.has_rows_of_outputs else weight
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -163,7 +167,7 @@ class _Product:
         return tensor if is_of_experts else tensor.reshape(-1, tensor.shape[-1])
 
     def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The rows of each expert, if offsets say which; else all rows."""
+        """Returns the rows of each expert; all rows without offsets."""
         return [tensor[rows] for rows in self.groups] or [self._rows(tensor)]
 
     def _by_rows(self, left: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

@@ -1,9 +1,9 @@
-"""Traces compiled programs: each graph returns the values of all its nodes as well.
+"""Traces compiled programs: each graph also returns the values of its nodes.
 
-AOTAutograd's graphs, of forward and backward, have the ops that eager code runs. The inner compiler
-that the options name compiles each of them with more outputs. Inductor's kernels then write what
-they would keep in registers, and compute on with the unrounded values as before; where it fuses
-otherwise than in the program, rounding differs from the program's.
+The forward and backward graphs of AOTAutograd have the ops of eager code. The inner compiler of the
+options compiles them with additional outputs. Inductor's kernels then also write values that they
+would keep in registers, but compute with the unrounded values as before. If inductor fuses these
+graphs otherwise than the program's, they round otherwise.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def traced(
         program: A module or a function.
         trace: The trace.
         options: The options of the backend. Values of weights are not cached.
-        is_rewritten: Whether amp_fx inserts casts; else autocast casts while AOTAutograd traces.
-        only: The number of the one value to trace; None traces all.
+        is_rewritten: True if amp_fx inserts casts; else autocast casts while AOTAutograd traces.
+        only: The number of the only value to trace; None traces all values.
         settings: Other arguments of ``torch._dynamo.optimize``, such as ``dynamic``.
     """
     numbers = itertools.count()
@@ -84,7 +84,7 @@ def _compiler(
     trace: Trace, options: Options, frame: CompileFrame, is_wanted: Callable[[], bool]
 ) -> Callable[..., Any]:
     isolated = options
-    if options.numerics == "invariant":  # rows are kept apart before values are added
+    if options.numerics == "invariant":  # rows are isolated before values are added
         isolated = dataclasses.replace(options, numerics="eager")
     inside = isolating(functools.partial(_compile, trace, isolated, frame, is_wanted), options)
     backward = functools.partial(inside, is_backward=True)
@@ -93,12 +93,12 @@ def _compiler(
 
 
 class _Value(NamedTuple):
-    """One value that a graph returns besides its outputs.
+    """An additional output of a graph.
 
     Attributes:
         place: The module and the line.
         op: The name of the op.
-        inputs: Where the op's inputs come from: other values, and inputs of the graph.
+        inputs: The origins of the op's inputs: other values and inputs of the graph.
     """
 
     place: NodeLocation
@@ -126,8 +126,8 @@ def _compile(
 
     def call(*args: Any) -> Any:
         makers = [trace.makers([a] if isinstance(a, torch.Tensor) else []) for a in args]
-        if not compiled:  # inputs of a backward are not known before
-            with no_dispatch_modes():  # AOTAutograd runs a graph under one of its own
+        if not compiled:  # the inputs of a backward are not known earlier
+            with no_dispatch_modes():  # AOTAutograd runs graphs under a dispatch mode
                 compiled.append(compile_inner(gm, args, options))
         results, start = compiled[0](*args), len(trace.ops)
 

@@ -1,16 +1,17 @@
-"""Compares a batch with each of its rows alone, and names the first op whose rows differ."""
+"""Compares a batch with each of its rows alone, and finds the first op whose rows differ."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amp_fx.numerics.equality import Difference, compare
 from amp_fx.numerics.graph_trace import traced
 from amp_fx.numerics.trace import Trace, TracedOp
-from amp_fx.numerics.trace_diff import OpDifference, op_differences
+from amp_fx.numerics.trace_diff import op_differences
 from amp_fx.numerics.trial import copied
 from amp_fx.options import Options
 from amp_fx.torch_private import pytree
@@ -23,21 +24,13 @@ if TYPE_CHECKING:
 CAUSE = "rows are not independent: a row has other bits in a batch than alone"
 
 
-class RowComparison(NamedTuple):
-    """Holds what was compared, what differs, and the first op that does."""
-
-    num_compared: int
-    differences: tuple[Difference, ...]
-    first: OpDifference | None
-
-
 def compare_rows(
     trial: Trial, compiled: Callable[..., Any], options: Mapping[str, Any]
-) -> RowComparison:
-    """Runs a batch and each of its rows alone, without gradients.
+) -> dict[str, Any]:
+    """Runs a batch and each of its rows alone, without gradients; returns fields of a report.
 
     Args:
-        trial: The program; tensors with as many rows as the first one are the batch.
+        trial: The program; inputs with as many rows as the first one are the batch.
         compiled: The same program, compiled.
         options: Options of the backend.
     """
@@ -46,11 +39,11 @@ def compare_rows(
     size = next((tensor.size(0) for tensor in tensors if tensor.dim()), 0)
 
     def row(index: int) -> Any:
-        def taken(tensor: torch.Tensor) -> torch.Tensor:
+        def take(tensor: torch.Tensor) -> torch.Tensor:
             is_batch = tensor.dim() and tensor.size(0) == size
             return tensor[index : index + 1] if is_batch else tensor
 
-        return pytree.tree_map_only(torch.Tensor, taken, inputs)
+        return pytree.tree_map_only(torch.Tensor, take, inputs)
 
     def run(program: Callable[..., Any], given: Any) -> list[torch.Tensor]:
         args, kwargs = copied(given)
@@ -74,23 +67,24 @@ def compare_rows(
     if found:
         of_batch = trace(inputs)
         rows = ((index, trace(row(index))) for index in range(size))
-        several = (op_differences(alone, of_batch, _Rows(i).part) for i, alone in rows)
+        several = (op_differences(a, of_batch, functools.partial(_part, i)) for i, a in rows)
         first = next(itertools.chain.from_iterable(several), None)
-    return RowComparison(size * len(whole), tuple(found), first)
+    return {
+        "num_compared": size * len(whole),
+        "differences": tuple(found),
+        "first": first,
+        "cause": CAUSE if found else "",
+        "reference": "those of each row alone",
+    }
 
 
-class _Rows(NamedTuple):
-    """The rows of a batch that one of its rows, run alone, is compared with."""
-
-    number: int
-
-    def part(self, alone: TracedOp, batch: TracedOp) -> torch.Tensor | None:
-        """Returns the part of a result; None if it is not comparable."""
-        return _rows(alone.shape, batch.values.reshape(batch.shape), self.number)
+def _part(index: int, alone: TracedOp, batch: TracedOp) -> torch.Tensor | None:
+    """Returns the part of a batch's result that is compared with that of a row alone."""
+    return _rows(alone.shape, batch.values.reshape(batch.shape), index)
 
 
 def _rows(shape: tuple[int, ...], batch: torch.Tensor, index: int) -> torch.Tensor | None:
-    """Returns the rows of a batch that belong to one of its rows; None if it has none."""
+    """Returns the part of a batch for one of its rows; None if there is no such part."""
     if not shape or tuple(shape[1:]) != batch.shape[1:] or batch.size(0) == shape[0]:
         return None
     return batch[index * shape[0] : (index + 1) * shape[0]]

@@ -1,4 +1,4 @@
-"""Numbers about one result: its error, its range, what overflowed and what was flushed to zero."""
+"""Measures of one result: its error, its range, overflows and elements flushed to zero."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ class Measures:
 
     Attributes:
         numel: Elements.
-        local_sq: Squared error of the op itself: its result less that on the same inputs in the
-            reference.
-        local_ref_sq: Squares of the latter.
-        error_sq: Squared error against the reference program.
-        shadow_sq: Squares of the latter's result.
-        max_abs: Its largest absolute value; NaN if it has one.
-        overflows: Elements that are infinite or NaN where the same op in the reference is finite,
-            and those that a cast to float8 has brought to the dtype's limit.
-        fills: Those among them that are one large negative number in the reference: a mask's.
-        inherited: Those that are so already for the inputs given, and not in the reference program.
-        poisoned: NaNs among them, where the reference program has none.
-        singular: Those among them that come of finite inputs: the logarithm of what became zero.
-        flushed: Elements that are zero where the same op in the reference is not.
-        nonzero: Elements that are not zero there.
-        lost: Elements that are zero where the reference program's are not.
+        local_sq: Squares of the op's own error, against the op in the reference on the same inputs.
+        local_ref_sq: Squares of the result of that op.
+        error_sq: Squares of the error against the reference program.
+        shadow_sq: Squares of the result of the reference program.
+        max_abs: The largest absolute value of the reference program; NaN if it has a NaN.
+        overflows: Elements that are infinite or NaN while the op in the reference on the same
+            inputs is finite, and elements that a cast to float8 reduced to the dtype's limit.
+        fills: Overflows of one large negative number, as in a mask.
+        inherited: Elements that are infinite or NaN because the inputs are, or because the op in
+            the reference on the same inputs is; in the reference program they are finite.
+        poisoned: NaNs among ``inherited``.
+        singular: ``inherited`` elements of finite inputs: the logarithm of a flushed number.
+        flushed: Elements that are zero while the op in the reference on the same inputs is not.
+        nonzero: Elements of the op in the reference that are not zero.
         flips: Elements of a discrete result that differ.
     """
 
@@ -45,11 +44,10 @@ class Measures:
     singular: int = 0
     flushed: int = 0
     nonzero: int = 0
-    lost: int = 0
     flips: int = 0
 
     def add(self, other: Measures) -> None:
-        """Adds those of another result."""
+        """Adds the measures of another result."""
         for field in dataclasses.fields(Measures):
             ours, theirs = getattr(self, field.name), getattr(other, field.name)
             is_maximum = field.name == "max_abs"
@@ -58,22 +56,22 @@ class Measures:
 
     @property
     def is_finite(self) -> bool:
-        """True if the reference program's result is."""
+        """True if the result of the reference program is finite."""
         return math.isfinite(self.max_abs)
 
     @property
     def local(self) -> float:
-        """Relative error (L2) of the op itself."""
+        """The relative error (L2) of the op itself."""
         return relative(self.local_sq, self.local_ref_sq)
 
     @property
     def accumulated(self) -> float:
-        """Relative error (L2) against the reference program."""
+        """The relative error (L2) against the reference program."""
         return relative(self.error_sq, self.shadow_sq)
 
 
 def relative(error_sq: float, reference_sq: float) -> float:
-    """The quotient of two norms, given by their squares; infinite for an error of nothing."""
+    """Returns the ratio of two norms, given their squares; infinite if only the second is zero."""
     if error_sq == 0:
         return 0.0
     return math.sqrt(error_sq / reference_sq) if reference_sq else math.inf
@@ -86,16 +84,16 @@ def _largest(a: float, b: float) -> float:
 def measure_float(
     result: torch.Tensor, repeated: torch.Tensor | None, shadow: torch.Tensor, *, counts_zeros: bool
 ) -> tuple[Measures, torch.Tensor | None]:
-    """Measures a floating-point result; all numbers are read at once.
+    """Measures a floating-point result, with one transfer from the device.
 
     Args:
-        result: What the op gave.
-        repeated: What it gives in the reference for the same inputs; None where it ran so.
-        shadow: What the reference program has.
-        counts_zeros: Whether zeros are counted: where the dtype's range is short.
+        result: The result of the op in the program.
+        repeated: The result of the op in the reference on the same inputs; None if it ran so.
+        shadow: The result in the reference program.
+        counts_zeros: True to count zeros, for dtypes with a small range.
 
     Returns:
-        The numbers, and the error of the op itself, element by element.
+        The measures, and the error of the op itself, element by element.
     """
     found, given = Measures(result.numel()), result.dtype
     if not result.numel():
@@ -115,12 +113,11 @@ def measure_float(
     if counts_zeros and repeated is not None:
         zeros = result == 0
         numbers += [((repeated != 0) & zeros).sum(), torch.count_nonzero(repeated)]
-        numbers.append(numbers[-2] if error is eps else ((shadow != 0) & zeros).sum())
     read = torch.stack([n.to(torch.float64) for n in numbers]).tolist()
     found.error_sq, found.shadow_sq = read[:2]
     found.max_abs = _largest(abs(read[2]), abs(read[3]))
     if counts_zeros and repeated is not None:
-        found.flushed, found.nonzero, found.lost = map(int, read[-3:])
+        found.flushed, found.nonzero = map(int, read[-2:])
     if eps is not None:
         found.local_sq, found.local_ref_sq = read[:2] if error is eps else read[4:6]
     if not _is_sound(found):
@@ -132,7 +129,7 @@ def measure_float(
 
 
 _SATURATING = {torch.float8_e4m3fn: 464.0}
-"""What rounds to a dtype's limit, where casts bring to the limit also what is larger."""
+"""The largest numbers that round to the limit of dtypes whose casts saturate."""
 
 
 def _is_sound(found: Measures) -> bool:
@@ -144,7 +141,7 @@ def _is_sound(found: Measures) -> bool:
 def _measure_again(
     found: Measures, result: torch.Tensor, repeated: torch.Tensor | None, shadow: torch.Tensor
 ) -> None:
-    """Compares in float64, over the elements that are finite; counts the others."""
+    """Measures finite elements in float64, and counts the others."""
     wide = [None if t is None else t.to(torch.float64) for t in (result, repeated, shadow)]
     y, r, s = wide
     assert y is not None
@@ -168,20 +165,20 @@ def _measure_again(
 
 
 def _num_fills(result: torch.Tensor, repeated: torch.Tensor) -> int:
-    """Counts elements that became minus infinity and are one large negative number."""
+    """Returns the number of overflows, if all of them are one large negative number."""
     over = repeated[~result.isfinite() & repeated.isfinite()]
     is_one = bool((over == over[0]).all()) and float(over[0]) <= -1e4
     return int(over.numel()) if is_one else 0
 
 
 def _square(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of squares."""
+    """Returns the sum of squares."""
     flat = dense(tensor)
     return torch.dot(flat, flat)
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements in a row, in any order, without a copy where they lie so."""
+    """Returns all elements as one dimension, in any order, without a copy if possible."""
     if tensor.is_contiguous():
         return tensor.view(-1)
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
@@ -192,11 +189,11 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 def heal(
     result: torch.Tensor, repeated: torch.Tensor | None, shadow: torch.Tensor, *, is_singular: bool
 ) -> None:
-    """Puts the dtype's largest numbers where a result overflowed, so that the run can go on.
+    """Replaces overflows in a result by the largest numbers of the dtype.
 
-    What the same op in the reference makes infinite, such as a mask, stays; where a mask has
-    made a NaN, the reference program's number is taken, and so it is where finite inputs gave
-    something infinite in both.
+    Later overflows can then be found in the same run. Elements that the op in the reference makes
+    infinite too, such as those of a mask, do not change. NaNs that a mask causes, and singular
+    elements of finite inputs, are replaced by those of the reference program.
     """
     limit = torch.finfo(result.dtype).max
     wide = result.to(shadow.dtype)  # few ops take float8
@@ -218,8 +215,8 @@ def effect_of(
     second order vanish.
 
     Args:
-        gradient: The loss by the result, in the low program.
-        shadow: The same in the reference program.
+        gradient: The gradient of the result in the low program.
+        shadow: The gradient in the reference program.
         eps: The error of the result.
     """
     eps = eps.to(shadow.dtype)
@@ -232,7 +229,7 @@ def effect_of(
 
 
 def exponents(tensor: torch.Tensor, most: int = 4096) -> torch.Tensor:
-    """Binary exponents of a sample of the elements that are not zero."""
+    """Returns the binary exponents of a sample of the elements that are not zero."""
     flat = dense(tensor)
     sample = flat[:: max(1, flat.numel() // most)]
     sample = sample[(sample != 0) & sample.isfinite()]
@@ -240,7 +237,7 @@ def exponents(tensor: torch.Tensor, most: int = 4096) -> torch.Tensor:
 
 
 def rounded_integers(low: torch.Tensor, exact: torch.Tensor) -> float:
-    """The largest element if all are integers and a low dtype has changed some, else 0.
+    """Returns the largest element of integers that a low dtype changed; 0 for other tensors.
 
     bfloat16 holds integers up to 2**8, float16 up to 2**11.
     """

@@ -1,44 +1,53 @@
-"""Runs a program with a shadow in the reference precision underneath, op by op.
+"""Runs a program together with its shadow, a second program in the reference precision.
 
-The mode stands below autograd and autocast: it sees casts, views, writes in place, and the
-backward, in eager code of any kind. Each op that meets a low dtype runs up to three times
-(``ShadowedCall``): as the program has it, on the same inputs in the reference, for its own error,
-and on the shadows, for the error since the start; once does for both where the inputs have no
-error yet. What cannot be run again is listed as not examined.
+The mode is below autograd and autocast, so it observes casts, views, writes in place and the
+backward of any eager code. An op with low inputs or results runs up to three times
+(``ShadowedCall``): as in the program; in the reference on the same inputs, which gives its own
+error; and in the reference on the shadows, which gives the error since the start. If the inputs
+have no error yet, one repetition gives both. Ops that cannot be repeated are listed as not
+examined.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amp_fx.dtypes import dtype_name
+from amp_fx.graphs.places import NodeLocation
 from amp_fx.numerics.measures import Measures, exponents, heal, measure_float, rounded_integers
 from amp_fx.numerics.places import is_inside
 from amp_fx.numerics.recorder import Recorder
-from amp_fx.numerics.records import OpRecord, Rounding
+from amp_fx.numerics.records import OpRecord, OutputError
 from amp_fx.numerics.shadow import (
+    HALF_TO_FLOAT,
     OpFacts,
     Shadows,
     below_everything,
     dropped_out,
     facts_of,
-    in_reference,
     is_tracked,
-    names_low_dtype,
-    random_state,
     tensors_in,
-    widened,
 )
+from amp_fx.numerics.state import random_state
 from amp_fx.numerics.storages import address_of
+from amp_fx.numerics.suspects import OpGraph
+from amp_fx.torch_private import pytree
 from amp_fx.torch_private.modes import DisableTorchFunction
 
 if TYPE_CHECKING:
-    from amp_fx.graphs.places import NodeLocation
+    from collections.abc import Callable
+
     from amp_fx.numerics.state import StateGuard
     from amp_fx.torch_private.ops import OpOverload
+
+    Chooser = Callable[[torch.Tensor], torch.Tensor]
+    Repetition = Callable[[Any], Any]
+    """Repeats the op, given its results in the program."""
 
 aten = torch.ops.aten
 
@@ -49,100 +58,161 @@ PRODUCTS = frozenset(
 """Kernels in which a rounded position becomes a wrong angle."""
 
 
+@dataclasses.dataclass
 class ShadowedCall:
-    """One call of an op, and its repetitions."""
+    """One call of an op, and its repetitions in the reference.
 
-    def __init__(
-        self,
-        mode: ShadowMode,
-        op: Any,
-        facts: OpFacts,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[torch.Tensor],
-    ) -> None:
-        self.mode, self.op, self.facts = mode, op, facts
-        self.args, self.kwargs, self.tensors = args, kwargs, tensors
-        self.shadows = mode.shadows
-        self.reference = mode.reference
-        self.written = facts.written(args, kwargs)
-        self.has_diverged = any(map(self.shadows.has_diverged, tensors))
-        self.has_low = any(self.shadows.is_low(t.dtype) for t in tensors)
-        self.names_low = names_low_dtype(args, kwargs, mode.reference)
-        self.recipe = ""
-        self.rounded_to: torch.dtype | None = None
+    Attributes:
+        mode: The mode that runs the op.
+        op: The op; None for a product in float8.
+        facts: The facts about the op.
+        args: The arguments.
+        kwargs: The named arguments.
+        tensors: The tensors among them.
+        recipe: The recipe of a product in float8; else empty.
+        rounded_to: The dtype of the operands of such a product.
+        stage: ``"forward"``, ``"backward"`` or ``"again"``.
+        location: The location of the op in the program.
+        number: The number of its node of autograd; None without one.
+    """
 
-    def is_touched(self) -> bool:
-        """Returns True if the reference may have something else here."""
-        if self.facts.is_empty:
-            return False
-        return self.has_diverged or self.has_low or self.names_low
+    mode: ShadowMode
+    op: Any
+    facts: OpFacts
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[torch.Tensor]
+    recipe: str = ""
+    rounded_to: torch.dtype | None = None
+    stage: str = ""
+    location: NodeLocation = dataclasses.field(default_factory=NodeLocation)
+    number: int | None = None
 
-    def run_as_it_is(self) -> Any:
-        """Runs the op once: the reference has the same here."""
+    def __post_init__(self) -> None:
+        self.shadows = self.mode.shadows
+        self.written = self.facts.written(self.args, self.kwargs)
+        self.has_diverged = any(map(self.shadows.has_diverged, self.tensors))
+        self.has_low = any(self.shadows.is_low(t.dtype) for t in self.tensors)
+        dtypes = [v for v in (*self.args, *self.kwargs.values()) if isinstance(v, torch.dtype)]
+        self.names_low = any(map(self.shadows.is_low, dtypes))
+        may_differ = self.has_diverged or self.has_low or self.names_low
+        self.is_affected = may_differ and not self.facts.is_empty
+
+    def run_once(self) -> Any:
+        """Runs the op as in the program, if the reference runs the same op on the same inputs."""
         if torch.is_grad_enabled():
             self.mode.count_node()
         with DisableTorchFunction():
             results = self.op(*self.args, **self.kwargs)
-        for result in _float_tensors(results):
-            if result.numel():
+        for result in tensors_in(results):
+            if result.is_floating_point() and result.numel():
                 self._note_origin_of_infinity(result)
         return results
 
     def _note_origin_of_infinity(self, result: torch.Tensor) -> None:
-        """Looks whether the reference, which runs the same here, becomes infinite."""
-        if self.mode.is_brief or not self.tensors:
+        """Records an op of the reference that makes infinite numbers from finite ones."""
+        if self.mode.is_brief or self.facts.is_empty or not self.tensors:
             return
         with below_everything():
-            total = float(result.sum()) if not result.is_complex() else 0.0
-            if total - total == 0 or _has_infinity(self.tensors):
+            total = float(result.sum())
+            if math.isfinite(total) or _has_infinity(self.tensors):
                 return
-        stage, site, _ = self.mode.place(self.facts.name, self.tensors)
-        seen = self._new_record(stage, site, result)
+        self.locate()
+        seen = self._new_record(result)
         seen.is_origin = True
         seen.max_abs = total
         self.mode.record(seen)
 
+    def locate(self) -> None:
+        """Finds the stage and the location of the op."""
+        self.stage, self.location, self.number = self.mode.place(self.facts.name, self.tensors)
+
     def run(self) -> Any:
-        """Runs the op, repeats it, and measures."""
+        """Runs the op, repeats it, and measures its results."""
+        given = (t for t in self.tensors if not _is_in(t, self.written))
         is_drawn = self.facts.is_random and (
-            self.facts.name.endswith("_like")
-            or not any(t.is_floating_point() for t in self.tensors if not _is_in(t, self.written))
+            self.facts.name.endswith("_like") or not any(t.is_floating_point() for t in given)
         )
-        stage, site, number = self.mode.place(self.facts.name, self.tensors)
+        self.locate()
         inside = {address_of(t) for t in self.tensors}
         with below_everything():
-            mixed = self._mixed_arguments() if stage == "forward" and number is not None else None
-            before = self._states_before(mixed is not None) if not is_drawn else None
-            rewind = self._rewinder() if self.facts.is_random and not is_drawn else None
+            mixed = self._mixed_repetition()
+            before = None if is_drawn else self._repetitions(has_mixed=mixed is not None)
         with DisableTorchFunction():
             results = self.op(*self.args, **self.kwargs)
         if not all(map(is_tracked, tensors_in(results))):
-            self.mode.leave_out(self.facts.name, site.module, "its result is not a plain tensor")
-            return results
+            return self._left_out(results, "its result is not a plain tensor")
         with below_everything():
-            if is_drawn or before is None:
-                self._follow(results)
-                return results
-            shadow, repeated, why = self._repeat(before, results, rewind)
-            if why:
-                self.mode.leave_out(self.facts.name, site.module, why)
-                self._follow(results)
-                return results
-            again = self._again(mixed, rewind) if mixed is not None else None
-            seen = self._compare(results, shadow, repeated, (stage, site, number), inside)
-            if seen is not None and stage == "forward" and not math.prod(seen.shape) > 1:
-                seen.magnitude = self._magnitude(before[0], shadow)
-            if again is not None and repeated is not None and number is not None:
-                self._note_errors_of_constants(repeated, again, number)
+            if before is None:
+                return self._followed(results)
+            try:
+                shadow, repeated = self._repeat(before, results)
+            except (RuntimeError, IndexError, ValueError, NotImplementedError) as error:
+                line = str(error).strip().split("\n")[0]
+                why = f"it does not run in {dtype_name(self.shadows.reference)} ({line})"
+                return self._left_out(self._followed(results), why)
+            if _shapes(shadow) != _shapes(results):
+                why = "its sizes depend on values, which differ"
+                return self._left_out(self._followed(results), why)
+            again = None if mixed is None else mixed(results)
+            seen = self.compare(results, shadow, repeated, inside)
+            if seen is not None and self.stage == "forward" and not math.prod(seen.shape) > 1:
+                seen.magnitude = self._magnitude(shadow)
+            if again is not None and repeated is not None:
+                self._note_errors_of_constants(repeated, again)
         return results
 
-    def _mixed_arguments(self) -> Any:
+    def _left_out(self, results: Any, why: str) -> Any:
+        self.mode.leave_out(self.facts.name, self.location.module, why)
+        return results
+
+    def _followed(self, results: Any) -> Any:
+        """Sets the shadows of results to the results, because the op was not repeated."""
+        for tensor in [*tensors_in(results), *self.written]:
+            if self.shadows.has_diverged(tensor):
+                self.shadows.put(tensor, self.shadows.widened(tensor), is_fresh=False)
+        return results
+
+    def _repetition(self, choose: Chooser) -> Repetition:
+        """Returns a function that runs the op in the reference, with the same random numbers.
+
+        The arguments are chosen at once, before the op writes to them.
+        """
+        if self.op is aten.native_dropout.default:
+            kept = choose(self.args[0])
+            return lambda results: dropped_out(kept, self.args, results[1])
+
+        def change(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return choose(value)
+            return self.shadows.wide(value) if isinstance(value, torch.dtype) else value
+
+        args, kwargs = pytree.tree_map(change, (self.args, self.kwargs))
+        if self.op in HALF_TO_FLOAT and len(args) == 3:
+            args = (*args[:2], False)
+        run = functools.partial(self.op, *args, **kwargs)
+        if not self.facts.is_random:
+            return lambda _: run()
+        device = next((t.device for t in self.tensors), torch.device("cpu"))
+        rewind = random_state(device)
+
+        def rewound(_: Any) -> Any:
+            restore = random_state(device)
+            rewind()
+            try:
+                return run()
+            finally:
+                restore()
+
+        return rewound
+
+    def _mixed_repetition(self) -> Repetition | None:
         """Low inputs where gradients flow, shadows for constants; None if those are the same.
 
-        Errors of constants, such as a mask of dropout, meet no gradient of their own.
+        The error of a constant, such as a mask of dropout, meets no gradient by itself.
         """
-        if self.written or self.op is aten.native_dropout.default:
+        is_forward = self.stage == "forward" and self.number is not None
+        if not is_forward or self.written or self.op is aten.native_dropout.default:
             return None
         constants = [t for t in self.tensors if not t.requires_grad and t.is_floating_point()]
         if not any(map(self.shadows.has_diverged, constants)):
@@ -152,133 +222,90 @@ class ShadowedCall:
 
         def choose(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.requires_grad or not tensor.is_floating_point():
-                return widened(tensor, self.reference)
+                return self.shadows.widened(tensor)
             return self.shadows.of(tensor)
 
-        return in_reference(self.op, self.args, self.kwargs, choose, self.reference)
+        return self._repetition(choose)
 
-    def _note_errors_of_constants(self, repeated: Any, mixed: Any, number: int) -> None:
-        """Keeps what the errors of constants do here, for the op that made the constant."""
+    def _note_errors_of_constants(self, repeated: Any, mixed: Any) -> None:
+        """Notes the error that constants cause here, for the op that made the first of them."""
         constants = [t for t in self.tensors if not t.requires_grad]
         entries = [self.shadows.entry(t) for t in constants if self.shadows.has_diverged(t)]
         origins = [e.origin for e in entries if e is not None and e.origin >= 0]
         if not origins or origins[0] >= len(self.mode.seen):
             return
-        seen = self._maker_of_error(self.mode.seen[origins[0]])
+        seen = OpGraph(self.mode.seen).maker_of_error(self.mode.seen[origins[0]])
         pairs = zip(tensors_in(repeated), tensors_in(mixed), strict=True)
         for position, (with_error, without) in enumerate(pairs):
             if with_error.is_floating_point():
                 eps = torch.sub(with_error, without).to(torch.bfloat16)
-                self.mode.roundings.setdefault(number, []).append(Rounding(seen, position, eps))
+                self._keep(OutputError(seen, position, eps))
 
-    def _states_before(self, needs_both: bool) -> tuple[Any, Any]:
-        """The arguments for both repetitions, taken before the op writes to any."""
+    def _repetitions(self, *, has_mixed: bool) -> tuple[Repetition, Repetition | None]:
+        """Returns the repetitions on the shadows and on the same inputs; None if none is needed."""
         written = {id(t) for t in self.written}
 
         def from_shadow(tensor: torch.Tensor) -> torch.Tensor:
-            if id(tensor) in written:
-                return self.shadows.writable(tensor)
-            return self.shadows.of(tensor)
+            is_written = id(tensor) in written
+            return self.shadows.writable(tensor) if is_written else self.shadows.of(tensor)
 
         def from_low(tensor: torch.Tensor) -> torch.Tensor:
-            wide = widened(tensor, self.reference)
+            wide = self.shadows.widened(tensor)
             return tensor.clone() if id(tensor) in written and wide is tensor else wide
 
-        shadow = in_reference(self.op, self.args, self.kwargs, from_shadow, self.reference)
-        if not self.has_diverged:
-            return shadow, None  # the inputs are the same: one repetition does for both
-        if not (self.has_low or self.names_low or needs_both):
-            return shadow, None
-        return shadow, in_reference(self.op, self.args, self.kwargs, from_low, self.reference)
+        shadow = self._repetition(from_shadow)
+        # If the inputs have no errors, one repetition gives both results.
+        if self.has_diverged and (self.has_low or self.names_low or has_mixed):
+            return shadow, self._repetition(from_low)
+        return shadow, None
 
-    def _rewinder(self) -> Any:
-        device = next((t.device for t in self.tensors), torch.device("cpu"))
-        return random_state(device)
+    def _repeat(
+        self, before: tuple[Repetition, Repetition | None], results: Any
+    ) -> tuple[Any, Any]:
+        """Returns the results of both repetitions."""
+        shadow = before[0](results)
+        if before[1] is not None and _shapes(shadow) == _shapes(results):
+            return shadow, before[1](results)
+        return shadow, None if self.has_diverged else shadow
 
-    def _maker_of_error(self, seen: OpRecord) -> OpRecord:
-        """The op that made the error of a constant, not the one that has passed it on."""
-        while seen.inputs and seen.local < seen.accumulated / 2:
-            above = [self.mode.seen[i] for i in seen.inputs if i < len(self.mode.seen)]
-            if not above:
-                break
-            seen = max(above, key=lambda s: s.accumulated)
-        return seen
-
-    def _repeat(self, before: tuple[Any, Any], results: Any, rewind: Any) -> tuple[Any, Any, str]:
-        """The results of both repetitions; or why there are none."""
-        if self.op is aten.native_dropout.default:
-            mask = results[1]
-            found = [
-                (dropped_out(given[0][0], self.args, mask), mask) if given is not None else None
-                for given in before
-            ]
-            return found[0], found[1] or (found[0] if not self.has_diverged else None), ""
-        try:
-            shadow = self._again(before[0], rewind)
-        except (RuntimeError, IndexError, ValueError, NotImplementedError) as error:
-            line = str(error).strip().split("\n")[0]
-            return None, None, f"it does not run in {dtype_name(self.reference)} ({line})"
-        if _shapes(shadow) != _shapes(results):
-            return None, None, "its sizes depend on the numbers, which differ"
-        if before[1] is not None:
-            return shadow, self._again(before[1], rewind), ""
-        return shadow, None if self.has_diverged else shadow, ""
-
-    def _again(self, call: tuple[Any, Any], rewind: Any) -> Any:
-        args, kwargs = call
-        if rewind is None:
-            return self.op(*args, **kwargs)
-        after = self._rewinder()
-        rewind()
-        try:
-            return self.op(*args, **kwargs)
-        finally:
-            after()
-
-    def _follow(self, results: Any) -> None:
-        """Sets the shadow to what the low program has."""
-        for tensor in [*tensors_in(results), *self.written]:
-            if self.shadows.has_diverged(tensor):
-                self.shadows.put(tensor, widened(tensor, self.reference), is_fresh=False)
-
-    def _compare(
-        self,
-        results: Any,
-        shadow: Any,
-        repeated: Any,
-        place: tuple[str, NodeLocation, int | None],
-        inside: set[int],
+    def compare(
+        self, results: Any, shadow: Any, repeated: Any, inside: set[int]
     ) -> OpRecord | None:
-        stage, site, number = place
+        """Measures results, sets their shadows, and returns the record if there is one.
+
+        Args:
+            results: The results of the op in the program.
+            shadow: Those of the reference program.
+            repeated: Those of the op in the reference on the same inputs; None if it ran so.
+            inside: Addresses of storages whose shadows are set already.
+        """
         low, high = tensors_in(results), tensors_in(shadow)
         same = tensors_in(repeated) if repeated is not None else [None] * len(low)
         first = next((t for t in low if t.is_floating_point()), low[0] if low else None)
         if first is None:
             return None
-        seen = self._new_record(stage, site, first)
-        is_measured = self.mode.is_wanted(site) and stage != "again"
+        seen = self._new_record(first)
+        is_measured = self.mode.is_wanted(self.location) and self.stage != "again"
         errors: list[tuple[torch.Tensor, float]] = []
         for position, (result, second, third) in enumerate(zip(low, high, same, strict=True)):
-            is_written = _is_in(result, self.written)
             if not (result.is_floating_point() or result.is_complex()):
                 differs = self._compare_discrete(seen, result, second)
                 errors += [(result, seen.accumulated_in)] if differs else []
                 continue
-            wide = widened(second, self.reference)
-            again = None if third is None else widened(third, self.reference)
-            if second is third:
-                again = wide
+            wide = self.shadows.widened(second)
+            again = wide if second is third else third
+            again = None if again is None else self.shadows.widened(again)
             is_counted = is_measured and not (position and self.facts.saves)
             error = 0.0
             if is_counted or self.shadows.is_low(result.dtype):
-                error = self._measure(seen, position, result, wide, again, number, is_counted)
+                error = self._measure(seen, position, result, wide, again, is_counted)
             errors.append((result, error))
-            if is_written or address_of(result) in inside:
+            if _is_in(result, self.written) or address_of(result) in inside:
                 continue
             if self.has_diverged or self.has_low or self.shadows.is_low(result.dtype):
                 fresh = not _is_in(second, high[:position]) and not _shares(second, self.tensors)
                 self.shadows.put(result, wide, is_fresh=fresh)
-        if is_measured and stage == "forward" and self.facts.name in PRODUCTS:
+        if is_measured and self.stage == "forward" and self.facts.name in PRODUCTS:
             seen.integers = self._rounded_integers()
         is_recorded = is_measured and bool(seen.numel or seen.flips)
         if is_recorded:
@@ -289,20 +316,23 @@ class ShadowedCall:
         return seen if is_recorded else None
 
     def _rounded_integers(self) -> float:
-        """The largest of integers that a low input has rounded; 0 where there are none."""
+        """Returns the largest of integers that a low input has rounded; 0 if there are none."""
         pairs = [(t, self.shadows.of(t)) for t in self.tensors if self.shadows.is_low(t.dtype)]
         return max((rounded_integers(low, exact) for low, exact in pairs), default=0.0)
 
-    def _magnitude(self, before: tuple[Any, Any], shadow: Any) -> float:
-        """Returns the size of a scalar of the reference, or its size if nothing cancelled."""
-        args, kwargs = before
+    def _magnitude(self, shadow: Any) -> float:
+        """Returns the size of a scalar; of a sum or mean, that without cancellation."""
         if self.facts.name in ("aten::mean", "aten::sum"):
-            shadow = self.op(args[0].abs(), *args[1:], **kwargs)
+
+            def absolute(tensor: torch.Tensor) -> torch.Tensor:
+                return self.shadows.of(tensor).abs()
+
+            shadow = self._repetition(absolute)(shadow)
         sizes = [abs(complex(t)) for t in tensors_in(shadow) if t.numel() == 1]
         return max(sizes, default=0.0)
 
     def _compare_discrete(self, seen: OpRecord, result: torch.Tensor, shadow: torch.Tensor) -> bool:
-        """Counts what differs, and says whether anything does."""
+        """Counts the elements that differ, and returns True if there are any."""
         if result is shadow or torch.equal(result, shadow):
             self.shadows.forget(result)
             return False
@@ -318,10 +348,9 @@ class ShadowedCall:
         result: torch.Tensor,
         shadow: torch.Tensor,
         repeated: torch.Tensor | None,
-        number: int | None,
-        is_measured: bool,
+        is_counted: bool,
     ) -> float:
-        """Heals a result, adds its numbers to the record, and gives its error since the start."""
+        """Heals a result, adds its measures to the record, and returns its error."""
         is_low = self.shadows.is_low(result.dtype) or self.rounded_to is not None
         counts_zeros = is_low and torch.finfo(result.dtype).smallest_normal > 1e-30
         found, eps = measure_float(
@@ -332,35 +361,36 @@ class ShadowedCall:
         if found.overflows > found.fills or found.poisoned or found.singular:
             heal(result, repeated, shadow, is_singular=bool(found.singular))
             self.mode.num_healed += 1
-        if not is_measured:
+        if not is_counted:
             return found.accumulated
-        is_finite = found.max_abs - found.max_abs == 0
-        seen.is_origin |= not is_finite and not _has_infinity(
-            [self.shadows.of(t) for t in self.tensors]
-        )
+        exact = (self.shadows.of(t) for t in self.tensors)
+        seen.is_origin |= not found.is_finite and not _has_infinity([*exact])
         seen.add(found)
         if seen.stage == "backward" and counts_zeros and found.numel:
             self.mode.exponents.append((exponents(shadow), found))
-        if eps is not None and number is not None and seen.stage == "forward" and found.local_sq:
+        if eps is not None and seen.stage == "forward" and found.local_sq:
             eps = eps if found.is_finite else torch.where(eps.isfinite(), eps, 0)
-            self._keep(Rounding(seen, position, eps.to(torch.bfloat16)), result, number)
+            output_error = OutputError(seen, position, eps.to(torch.bfloat16))
+            if _is_in(result, self.written):
+                output_error.is_written = True
+                if result._is_view():
+                    geometry = result.size(), result.stride(), result.storage_offset()
+                    output_error.geometry = geometry
+            self._keep(output_error)
         return found.accumulated
 
-    def _keep(self, rounding: Rounding, result: torch.Tensor, number: int) -> None:
-        """Keeps an error until its gradient is there."""
-        if _is_in(result, self.written):
-            rounding.is_written = True
-            if result._is_view():
-                rounding.geometry = (result.size(), result.stride(), result.storage_offset())
-        self.mode.roundings.setdefault(number, []).append(rounding)
+    def _keep(self, output_error: OutputError) -> None:
+        """Keeps an error until its gradient arrives."""
+        if self.number is not None:
+            self.mode.output_errors.setdefault(self.number, []).append(output_error)
 
-    def _new_record(self, stage: str, site: NodeLocation, result: torch.Tensor) -> OpRecord:
+    def _new_record(self, result: torch.Tensor) -> OpRecord:
         entries = [self.shadows.entry(t) for t in self.tensors]
         known = [entry for entry in entries if entry is not None]
         return OpRecord(
-            **site._asdict(),
+            **self.location._asdict(),
             index=len(self.mode.seen),
-            stage=stage,
+            stage=self.stage,
             kernel=self.facts.name,
             dtype=dtype_name(self.rounded_to or result.dtype),
             recipe=self.recipe,
@@ -368,10 +398,6 @@ class ShadowedCall:
             accumulated_in=max((entry.error for entry in known), default=0.0),
             inputs=tuple(dict.fromkeys(e.origin for e in known if e.origin >= 0)),
         )
-
-
-def _float_tensors(results: Any) -> list[torch.Tensor]:
-    return [t for t in tensors_in(results) if t.is_floating_point()]
 
 
 def _shapes(results: Any) -> list[torch.Size]:
@@ -393,7 +419,7 @@ def _has_infinity(tensors: list[torch.Tensor]) -> bool:
 
 
 class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
-    """Runs everything under it with a shadow."""
+    """Runs a program together with its shadow."""
 
     def __init__(
         self,
@@ -407,15 +433,15 @@ class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
         self.shadows = Shadows(reference)
         self.seen: list[OpRecord] = []
         self.exponents: list[tuple[torch.Tensor, Measures]] = []
-        """Binary exponents of samples of low gradients, and the numbers of these."""
+        """Binary exponents of samples of low gradients, and the measures of these gradients."""
         self.not_examined: dict[tuple[str, str], str] = {}
-        self.roundings: dict[int, list[Rounding]] = {}
+        self.output_errors: dict[int, list[OutputError]] = {}
+        """Errors by the number of the node of autograd whose gradients they meet."""
         self.roots: list[float] = []
-        """What the step itself has called ``backward`` of, in the reference."""
+        """The values in the reference of which the step calls ``backward``."""
         self.measured_nodes: set[int] = set()
-        """Nodes of custom functions whose forward and backward are each measured as one op."""
+        """Numbers of nodes of products in float8, each of which is measured as one op."""
         self.num_healed = 0
-        self.reference = reference
         self._modules = modules
         self.is_brief = is_brief
 
@@ -426,7 +452,7 @@ class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any],
         tensors: list[torch.Tensor],
     ) -> Any:
-        """Runs an op, and what of it has to be repeated."""
+        """Runs an op, and repeats it if the reference may differ."""
         if not all(map(is_tracked, tensors)):
             return self.run_other(op, args, kwargs)
         facts = facts_of(op)
@@ -436,29 +462,29 @@ class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
                 self.count_node()
                 return results
         call = ShadowedCall(self, op, facts, args, kwargs, tensors)
-        return call.run() if call.is_touched() else call.run_as_it_is()
+        return call.run() if call.is_affected else call.run_once()
 
     def run_other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs what cannot be examined."""
+        """Runs an op that cannot be examined."""
         why = "it is not an op on plain tensors"
         self.leave_out(str(func), self.places.here("").module, why)
         return super().run_other(func, args, kwargs)
 
     def see_wrapped(self, tensor: torch.Tensor) -> None:
-        """Lists a tensor that consists of others as not examined."""
-        why = "what ops on the tensors that it consists of do to the loss is not known"
+        """Lists a tensor subclass as not examined."""
+        why = "the effect of ops on its inner tensors on the loss is unknown"
         self.leave_out(type(tensor).__name__, self.places.here("").module, why)
 
     def leave_out(self, op: str, module: str, why: str) -> None:
         """Lists an op as not examined."""
         self.not_examined.setdefault((op, module), why)
 
-    def is_wanted(self, site: NodeLocation) -> bool:
-        """Returns True if ops of a site are measured."""
-        return self._modules is None or is_inside(site.module, self._modules)
+    def is_wanted(self, location: NodeLocation) -> bool:
+        """Returns True if ops at a location are measured."""
+        return self._modules is None or is_inside(location.module, self._modules)
 
     def magnitude_of(self, loss: torch.Tensor) -> float:
-        """Returns the size of the loss in the reference, or of the scalars that it is made of."""
+        """Returns the size of the loss in the reference, or of the scalars that it is a sum of."""
         entry = self.shadows.entry(loss)
         pending = [entry.origin] if entry is not None else []
         known, largest = set(pending), abs(float(self.shadows.of(loss)))
@@ -472,12 +498,12 @@ class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
         return largest
 
     def record(self, seen: OpRecord) -> None:
-        """Adds the record of an op; what a checkpoint computes again was there before."""
+        """Adds the record of an op, unless a checkpoint repeats the op."""
         if seen.stage != "again":
             self.seen.append(seen)
 
 
 def _all_share(results: Any, tensors: list[torch.Tensor]) -> bool:
-    """Returns True if results are views, as an op's schema says that they may be."""
+    """Returns True if results share storages with inputs, as the schema of a view allows."""
     addresses = {address_of(t) for t in tensors}
     return all(address_of(t) in addresses for t in tensors_in(results))

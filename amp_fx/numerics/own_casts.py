@@ -1,8 +1,8 @@
-"""Runs eagerly what amp_fx compiled, with the casts that the backend inserts.
+"""Runs compiled code eagerly, with the casts that the backend inserts.
 
-Under ``torch.autocast`` and in modules of ``amp_fx.compile`` the casts are those of the region.
-``torch.compile(model, backend="amp_fx")`` casts without a region; here it gets one for each call.
-Modules get it from hooks, functions where the step has them in its variables.
+Under ``torch.autocast`` and in modules of ``amp_fx.compile``, the region determines the casts.
+``torch.compile(model, backend="amp_fx")`` casts without a region, so each call gets one here: of
+modules by hooks, of functions by replacing variables of the step.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 def settings_of(compiled: Any) -> RegionSettings | None:
-    """Returns the region that the backend makes of a call; None if it makes none."""
+    """Returns the settings of the region that the backend uses for a call; None if it uses none."""
     if nesting() or getattr(compiled, "_amp_fx_settings", None) is not None:
-        return None  # it takes the region around, or enters one by itself
+        return None  # it uses the ambient region, or enters one itself
     call = getattr(compiled, "_compiled_call_impl", None) or compiled
     if backend_of(call) is None:
         return None
@@ -39,7 +39,7 @@ def settings_of(compiled: Any) -> RegionSettings | None:
 
 
 _ABOUT_HOOKS = ("Using `torch.compile.module.` when there are global", "steps of .* run eagerly")
-"""Warnings about hooks that are our own."""
+"""Warnings about the hooks of this module."""
 
 
 @contextlib.contextmanager
@@ -96,7 +96,7 @@ def _functions_replaced(step: Any) -> Iterator[None]:
 
 
 def _is_compiled(value: Any) -> bool:
-    """Returns True for functions that the backend compiled without a region of their own."""
+    """Returns True for functions that the backend compiled without a region."""
     is_function = isinstance(value, types.FunctionType)
     has_region = getattr(value, "_amp_fx_settings", None) is not None
     return is_function and not has_region and backend_of(value) is not None
@@ -114,16 +114,16 @@ def _in_region(compiled: Callable[..., Any]) -> Callable[..., Any]:
 def with_own_casts(
     step: Callable[..., Any], target: Callable[..., Any], settings: RegionSettings
 ) -> Callable[..., Any]:
-    """Returns a step to be run eagerly, in the region that it was compiled with.
+    """Returns a step that runs eagerly in the region with which it was compiled.
 
     Args:
         step: The step.
-        target: What was compiled.
+        target: The step before compilation.
         settings: The settings of ``amp_fx.compile``.
     """
     if getattr(step, "_amp_fx_settings", None) is not None:
-        return settings.wrap(caller_of(target), None)  # a variable would be part of paths
+        return settings.wrap(caller_of(target), None)  # a variable would become part of paths
     if isinstance(target, torch.nn.Module):
-        return caller_of(step)  # its region is entered as that of each compiled module
+        return caller_of(step)  # a hook enters its region, as for each compiled module
     backend = settings_of(step)
     return target if backend is None else backend.wrap(target, None)

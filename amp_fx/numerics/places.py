@@ -1,10 +1,10 @@
-"""Finds the place of an op in the user's program: module, source line, name in a policy.
+"""Maps a running op to its module, its source line and its name in a policy.
 
-A policy names ops as autocast sees them (``linear``), the dispatcher runs what these are made of
-(``t``, ``addmm``). A function mode notes which function of torch the program has called.
+Policies name the ops that autocast sees (``linear``), but the dispatcher runs their parts (``t``,
+``addmm``). A function mode therefore notes the function of torch that the program called.
 
-Branches and loops of torch run as they do in eager code, so that ops inside are seen: without a
-compiler ``torch.cond`` traces its branches, and modes see one op that holds a function.
+The mode also runs branches and loops like eager code, so that the ops inside are observed. Without
+a compiler, ``torch.cond`` would trace its branches, and modes would see one higher-order op.
 """
 
 from __future__ import annotations
@@ -28,17 +28,10 @@ from amp_fx.torch_private.modules import code_of_module_calls
 from amp_fx.torch_private.ops import HigherOrderOperator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
 
     from amp_fx.policies.changes import ModuleStack
-
-
-def eager_form(op: Any) -> Callable[..., Any] | None:
-    """Returns a function that runs a higher-order op as eager code does; None if there is none."""
-    if not isinstance(op, HigherOrderOperator):
-        return None
-    return _FORMS.get(str(op))
 
 
 def _cond(
@@ -69,7 +62,7 @@ def _scan(function: Callable[..., Any], carried: Any, rows: Any, others: Any) ->
 
 
 def _flex_attention(query: Any, key: Any, value: Any, *others: Any, **options: Any) -> Any:
-    """The one with matrix products; relies on the name of that function, and casts as autocast."""
+    """Runs ``flex_attention`` with matrix products, after the casts of autocast."""
     from amp_fx.torch_private.higher_order import sdpa_dense
 
     query, key, value = _as_autocast(query, key, value)
@@ -112,11 +105,10 @@ class CallNotes(TorchFunctionMode):
         """Called with what ``Tensor.backward`` is called of, before it runs."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls the function; what holds ops, such as a branch, as eager code."""
-        form = eager_form(func)
-        if form is not None:
+        """Calls a function; a higher-order op, such as a branch, in its eager form."""
+        if isinstance(func, HigherOrderOperator) and str(func) in _FORMS:
             with self:
-                return form(*args, **(kwargs or {}))
+                return _FORMS[str(func)](*args, **(kwargs or {}))
         if func is torch.Tensor.backward and self.on_backward is not None:
             self.on_backward(args[0])
         outer, self.function = self.function, func
@@ -129,21 +121,29 @@ class CallNotes(TorchFunctionMode):
 
 
 class Places:
-    """Finds the sites of ops; asked while they run."""
+    """Maps running ops to locations in the program, and parameters to their paths.
 
-    def __init__(self, notes: CallNotes) -> None:
+    Args:
+        notes: The function that the program called.
+        modules: Modules that the step knows.
+    """
+
+    def __init__(self, notes: CallNotes, modules: Iterable[torch.nn.Module] = ()) -> None:
         self._notes = notes
         self._last: tuple[int, NodeLocation] = (-1, NodeLocation())
-        self.roots: dict[int, tuple[str, torch.nn.Module]] = {}
+        self._roots: dict[int, tuple[str, torch.nn.Module]] = {}
         """The outermost modules that were called, by ``id``, with their names."""
+        self._modules = [("", module) for module in modules]
+        self._paths: dict[int, str] = {}
+        self._num_roots = -1
 
     def here(self, kernel: str) -> NodeLocation:
-        """The site of an op of the dispatcher, by its name: ``"aten::addmm"``."""
+        """Returns the location of a running op, given its name: ``"aten::addmm"``."""
         number, site = self._last
         if self._notes.function is None or number != self._notes.number:
             stack = current_stack()
             self._note_root(stack)
-            file, line = _user_line(sys._getframe(1))
+            file, line = _user_line()
             site = NodeLocation(
                 module=name_of(stack),
                 module_type=getattr(stack[-1][1], "__name__", "") if stack else "",
@@ -155,40 +155,18 @@ class Places:
         return site._replace(op=policy_op(self._notes.function, kernel))
 
     def _note_root(self, stack: ModuleStack) -> None:
-        """Remembers the outermost module that is being called, to name its parameters."""
-        frame: FrameType | None = sys._getframe(2) if stack else None
-        found = None
-        while frame is not None:
-            if frame.f_code is _CALL:
-                found = frame.f_locals["self"]
-            frame = frame.f_back
-        if found is not None:
-            self.roots.setdefault(id(found), (stack[0][2], found))
+        """Notes the outermost module that is called, for the names of its parameters."""
+        calls = [frame for frame in frames_above() if frame.f_code is _CALL] if stack else []
+        if calls:
+            root = calls[-1].f_locals["self"]
+            self._roots.setdefault(id(root), (stack[0][2], root))
 
-
-_CALL = code_of_module_calls()
-
-
-class Names:
-    """Paths of parameters and buffers, as the sites of ops have them.
-
-    Args:
-        places: Knows the modules that were called, and the variables that hold them.
-        modules: Other modules that the step knows.
-    """
-
-    def __init__(self, places: Places, modules: Iterable[torch.nn.Module]) -> None:
-        self._places, self._modules = places, list(modules)
-        self._paths: dict[int, str] = {}
-        self._num_roots = -1
-
-    def of(self, tensor: torch.Tensor, default: str = "a leaf tensor") -> str:
+    def path_of(self, tensor: torch.Tensor, default: str = "a leaf tensor") -> str:
         """Returns the path of a parameter or buffer, or a default."""
-        if self._num_roots != len(self._places.roots):
-            self._num_roots = len(self._places.roots)
-            roots = [*self._places.roots.values(), *(("", module) for module in self._modules)]
+        if self._num_roots != len(self._roots):
+            self._num_roots = len(self._roots)
             self._paths.clear()
-            for prefix, root in roots:
+            for prefix, root in [*self._roots.values(), *self._modules]:
                 for name, value in (*root.named_parameters(), *root.named_buffers()):
                     path = f"{prefix}.{name}".strip(".").replace("_orig_mod.", "")
                     self._paths.setdefault(id(value), path)
@@ -196,16 +174,26 @@ class Names:
 
     def module_of(self, tensor: torch.Tensor) -> str:
         """Returns the path of the module of a parameter or buffer."""
-        return self.of(tensor).rpartition(".")[0]
+        return self.path_of(tensor).rpartition(".")[0]
 
 
-def _user_line(frame: FrameType | None) -> tuple[str, int]:
-    """The innermost line on Python's stack that is neither torch's nor ours."""
+_CALL = code_of_module_calls()
+
+
+def frames_above() -> Iterator[FrameType]:
+    """Yields the frames of Python's stack, from the caller outwards."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _user_line() -> tuple[str, int]:
+    """Returns the innermost line of Python's stack outside of torch and amp_fx."""
+    for frame in frames_above():
         name = frame.f_code.co_filename
         if not name.startswith((_TORCH, *_OURS, "<")):
             return name, frame.f_lineno
-        frame = frame.f_back
     return "", 0
 
 
@@ -220,7 +208,7 @@ _OTHER_NAMES = {
     "floordiv": "floor_divide",
     "rpow": "pow",
 }
-"""What functions are called that have another name than their op."""
+"""Names of ops by the names of functions that differ from them."""
 
 _MADE_OF = {
     "_softmax": "softmax",
@@ -240,8 +228,8 @@ _MADE_OF = {
     "nll_loss_forward": "nll_loss",
     "native_dropout": "dropout",
 }
-"""What autocast sees of ops that are made of others, where the function that was called is one of
-Python's, made of several."""
+"""Names of ops for autocast by the names of their parts, for functions in Python that call several
+ops."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -249,10 +237,10 @@ def policy_op(function: Callable[..., Any] | None, kernel: str) -> str:
     """Returns the name of an op in a policy.
 
     Returns:
-        The name; empty for what no policy changes, such as views and writes.
+        The name; empty for an op that no policy changes, such as a view or a write.
     """
     called = getattr(function, "__name__", "") if function is not None else ""
-    called = called.partition(".")[0]  # of an op's overload
+    called = called.partition(".")[0]  # without the overload
     bare = called.strip("_") if called.startswith("__") else called
     name = kernel.removeprefix("aten::")
     candidates = (_OTHER_NAMES.get(bare, bare), _MADE_OF.get(name, ""), name, name.lstrip("_"))
@@ -260,7 +248,7 @@ def policy_op(function: Callable[..., Any] | None, kernel: str) -> str:
 
 
 def is_inside(path: str, patterns: Iterable[str]) -> bool:
-    """Returns True if a module is one that a pattern fits, or inside of one: ``"h.*.attn"``."""
+    """Returns True if a pattern such as ``"h.*.attn"`` matches a module or one around it."""
     return any(
         fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*") for pattern in patterns
     )
@@ -268,7 +256,7 @@ def is_inside(path: str, patterns: Iterable[str]) -> bool:
 
 @functools.cache
 def is_policy_op(name: str) -> bool:
-    """Returns True if ``Policy.with_modules`` takes an op."""
+    """Returns True if ``Policy.with_modules`` accepts an op."""
     try:
         return any(is_changeable(op) for op in expand_ops(name))
     except PolicyError:

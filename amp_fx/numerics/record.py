@@ -1,14 +1,12 @@
-"""``amp_fx.record``: writes what a step computes into a file, to compare it with another run."""
+"""``amp_fx.record``: writes the results of a step into a file, to compare it with other runs."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.errors import OptionError
 from amp_fx.explanation.running import isolated
 from amp_fx.front.settings import unwrap
 from amp_fx.graphs.places import NodeLocation
@@ -18,12 +16,12 @@ from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
 from amp_fx.numerics.shadow import backend_of, compiled_with
 from amp_fx.numerics.trace import SAMPLE, Trace, TraceMode, is_traced
 from amp_fx.numerics.trial import Trial
-from amp_fx.options import COMPILERS, Options
+from amp_fx.options import Options
 from amp_fx.progress import working
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from amp_fx.front.settings import RegionSettings
     from amp_fx.numerics.trial import Outcome
@@ -46,7 +44,7 @@ def record(
             gradients are differentiated with random cotangents, a scalar with 1.
         path: The file; None writes none.
         compiler: The inner compiler of amp_fx that compiles the step, such as ``"inductor"``. The
-            graphs then return the value of each op, so that kernels write them all.
+            graphs then return the value of each op, so that kernels write all values.
 
     Returns:
         A function that takes the step's arguments and returns a ``Trace``, whose ``diff`` compares
@@ -57,8 +55,8 @@ def record(
         ArgumentTypeError: The step is neither a module nor a function.
     """
     target, settings = unwrap(step, "amp_fx.record")
-    if compiler is not None and compiler not in COMPILERS:
-        raise OptionError(f"compiler={compiler!r} is not one of {', '.join(map(repr, COMPILERS))}")
+    if compiler is not None:
+        Options.parse({"compiler": compiler})
     how = "eager" if compiler is None else f"compiled by {compiler}"
 
     @functools.wraps(target, assigned=("__doc__",), updated=())
@@ -83,15 +81,8 @@ def record(
 
 def _eagerly(trial: Trial, trace: Trace, call: Callable[..., Any]) -> Outcome:
     """Runs a step op by op."""
-    mode = TraceMode(trial.guard, trace)
-
-    @contextlib.contextmanager
-    def watch() -> Iterator[None]:
-        with mode.notes, mode:
-            yield
-
     with regions_of_compiled(trial.step):
-        return trial.run(call, watch)
+        return trial.run(call, TraceMode(trial.guard, trace).observing)
 
 
 def _compiled(

@@ -1,42 +1,33 @@
 """Observes the ops of a running program, each with its stage, its module and its source line.
 
-``Recorder`` runs a program as it is, and saves what it writes to. Subclasses override ``run``: they
-compare each op with a shadow (``accuracy``), show it to rules (``audit``) or write it into a trace
-(``record``).
+``Recorder`` runs a program unchanged, and saves tensors before ops write to them. Subclasses
+override ``run``: they compare each op with a shadow (``accuracy``), pass it to rules (``audit``) or
+add it to a trace (``record``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils.checkpoint
 
 from amp_fx.graphs.places import NodeLocation
-from amp_fx.numerics.places import CallNotes, Names, Places
-from amp_fx.numerics.shadow import (
-    facts_of,
-    is_custom,
-    is_wrapped,
-    latest_node_number,
-    number_of,
-    running_node,
-    tensors_in,
-)
+from amp_fx.numerics.places import CallNotes, Places, frames_above
+from amp_fx.numerics.shadow import facts_of, is_custom, is_wrapped, number_of, tensors_in
+from amp_fx.torch_private.autograd import current_autograd_node, latest_sequence_number
 from amp_fx.torch_private.modes import DisableTorchFunction, TorchDispatchMode
 from amp_fx.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from types import FrameType
 
     from amp_fx.numerics.state import StateGuard
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs a program as it is, with a guard of its state, and finds the places of its ops."""
+    """Runs a program unchanged, guards its state, and finds the locations of its ops."""
 
     supports_higher_order_operators = True
     is_paused = False
@@ -45,10 +36,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.guard = guard
         self.notes = CallNotes()
-        self.places = Places(self.notes)
-        self.names = Names(self.places, modules)
+        self.places = Places(self.notes, modules)
         self._site_of: dict[int, NodeLocation] = {}
-        self._last_number = latest_node_number()
+        self._last_number = latest_sequence_number()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -59,6 +49,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self.is_paused = before
 
+    @contextlib.contextmanager
+    def observing(self) -> Iterator[None]:
+        """Context manager that also notes calls of functions of torch, for places."""
+        with self.notes, self:
+            yield
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.is_paused:
@@ -68,16 +64,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if wrapped is not None:
             self.see_wrapped(wrapped)
             self.guard.has_wrappers = True
-            return NotImplemented  # it calls ops on the tensors that it consists of
-        if self.guard.is_aside(tensors):
+            return NotImplemented  # the subclass calls ops on its inner tensors
+        if self.guard.is_size_computation(tensors):
             return func(*args, **kwargs)
-        self.guard.look_at(tensors)
+        self.guard.note_inputs(tensors)
         if isinstance(func, OpOverload):
             self.guard.save(facts_of(func).written(args, kwargs))
             results = self.run(func, args, kwargs, tensors)
         else:
             results = self.run_other(func, args, kwargs)
-        self.guard.note_made(results, tensors)
+        self.guard.note_results(results, tensors)
         return results
 
     def run(
@@ -91,28 +87,28 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return op(*args, **kwargs)
 
     def run_other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs an op that holds functions."""
+        """Runs a higher-order op."""
         with DisableTorchFunction():
             return func(*args, **kwargs)
 
     def see_wrapped(self, tensor: torch.Tensor) -> None:
-        """Called with a tensor that consists of others, before their ops run."""
+        """Called with a tensor subclass before the ops on its inner tensors run."""
 
     def place(
         self, kernel: str, tensors: list[torch.Tensor]
     ) -> tuple[str, NodeLocation, int | None]:
-        """Returns the stage and the site of an op that runs, and the number of its node.
+        """Returns the stage and location of a running op, and the number of its autograd node.
 
-        The stage is ``"forward"``, ``"backward"``, or ``"again"`` in a checkpoint. The site of an
-        op of a backward is that of its forward; in a custom function it is the line that runs.
+        The stage is ``"forward"``, ``"backward"``, or ``"again"`` in a checkpoint. In a backward,
+        the location is that of the forward; in a custom function it is the running line.
         """
-        node = running_node()
+        node = current_autograd_node()
         if node is not None and not torch.is_grad_enabled():
             return "backward", self._site_in_backward(node, kernel), None
-        number = latest_node_number()
+        number = latest_sequence_number()
         site = self.places.here(kernel)
         is_own = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        # A custom function makes its node before its forward; other ops may make none.
+        # A custom function creates its node before its forward; other ops may create none.
         if number > self._last_number and (is_own or not torch.is_grad_enabled()):
             self._site_of[number] = site
         self.count_node()
@@ -120,7 +116,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return ("again" if is_again else "forward"), site, number if is_own else None
 
     def _site_in_backward(self, node: Any, kernel: str) -> NodeLocation:
-        found = self._site_of.get(number_of(node)) or NodeLocation(op=_node_name(node))
+        name = str(node.name()).removesuffix("Backward0")
+        found = self._site_of.get(number_of(node)) or NodeLocation(op=name)
         if not is_custom(node):
             return found
         here = self.places.here(kernel)
@@ -128,26 +125,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def count_node(self) -> None:
         """Notes the number of the last node of autograd that is not a custom function's."""
-        self._last_number = latest_node_number()
+        self._last_number = latest_sequence_number()
 
     def site_of(self, number: int) -> NodeLocation:
-        """The site of the op with some node of autograd."""
+        """Returns the location of the op with a node of autograd."""
         return self._site_of.get(number, NodeLocation())
 
 
 def is_in_checkpoint() -> bool:
     """Returns True if a checkpoint is running its forward again.
 
-    Asked in a backward where gradients are recorded: that is so in a backward with a graph, too.
-    Relies on ``torch.utils.checkpoint`` having one file.
+    A backward that records gradients may also be one with ``create_graph``. Relies on
+    ``torch.utils.checkpoint`` being one file.
     """
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _node_name(node: Any) -> str:
-    return str(node.name()).removesuffix("Backward0")
+    file = torch.utils.checkpoint.__file__
+    return any(frame.f_code.co_filename == file for frame in frames_above())

@@ -1,26 +1,40 @@
-"""The records of a report, which a run fills in, and words for them."""
+"""Records of a report on accuracy, and texts about them."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from amp_fx.numerics.measures import Measures
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable
+
+    K = TypeVar("K", bound=Hashable)
+    T = TypeVar("T")
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Returns lists of items with equal keys, in the order of the first ones."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
 
 @dataclasses.dataclass
-class Rounding:
-    """The error of one result of a forward op, kept until its gradient is there.
+class OutputError:
+    """The error of one result of a forward op, kept until the gradient of the result arrives.
 
     Attributes:
         record: The op that made the error.
-        position: Which of the results.
+        position: The position of the result among the op's results.
         eps: The error.
-        is_written: Whether the op has written it in place.
-        geometry: Sizes, strides and offset where it was written to a view.
+        is_written: True if the op wrote the result in place.
+        geometry: Sizes, strides and offset if it wrote to a view.
     """
 
     record: OpRecord
@@ -30,7 +44,7 @@ class Rounding:
     geometry: tuple[Any, ...] | None = None
 
     def part_of(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """The gradient of the result, given that of the node; None where it is another's."""
+        """Returns the part of the node's gradient for this result; None if it has none."""
         if self.geometry is not None and gradient.shape != self.eps.shape:
             is_whole = gradient.is_contiguous() and gradient.storage_offset() == 0
             return gradient.as_strided(*self.geometry) if is_whole else None
@@ -52,26 +66,32 @@ class OpRecord(Measures):
     """One op of the dispatcher that ran, with its measures.
 
     Attributes:
-        index: Its number, in the order in which ops ran.
+        index: The number of the op, in the order in which ops ran.
         stage: ``"forward"`` or ``"backward"``.
-        module: The path of the innermost module around it, in the backward that of its forward.
-        module_type: That module's class.
-        op: What a policy calls it (``"linear"``); ``""`` where no policy reaches it.
-        kernel: The op itself: ``"aten::addmm"``.
-        dtype: The dtype of its result; of a product in float8 that of its operands.
-        shape: The sizes of its result.
-        file: Source file of the line that calls it, or ``""``.
-        line: The line's number, or 0.
-        code: The line's text.
-        inputs: Numbers of the ops that made its inputs.
-        accumulated_in: The largest relative error of its inputs.
-        effect: What its own error does to the loss, to first order; None where that is unknown.
-        effect_sq: The squares of the same, element by element, summed up.
-        magnitude: How large a scalar of the reference is, or what it is the sum or mean of.
-        is_origin: Whether the reference program becomes infinite or NaN here.
-        integers: The largest of integers that enter a product rounded; 0 where none do.
-        recipe: That of a product in float8 (``"rowwise"``); else empty.
+        module: The path of the innermost module; in the backward, that of the forward.
+        module_type: The class of that module.
+        op: The name of the op in a policy (``"linear"``); ``""`` if no policy changes it.
+        kernel: The op of the dispatcher: ``"aten::addmm"``.
+        dtype: The dtype of the result; for a product in float8, that of the operands.
+        shape: The sizes of the result.
+        file: The source file of the line that calls the op, or ``""``.
+        line: The number of the line, or 0.
+        code: The text of the line.
+        inputs: The numbers of the ops that made the inputs.
+        accumulated_in: The largest relative error of the inputs.
+        effect: The change of the loss by the op's own error, to first order; None if unknown.
+        effect_sq: The sum of the squares of that change, element by element.
+        magnitude: The size of a scalar of the reference, or of the terms of a sum or mean.
+        is_origin: True if the reference program becomes infinite or NaN here.
+        integers: The largest of rounded integers that enter a product; 0 without any.
+        recipe: The recipe of a product in float8 (``"rowwise"``); else empty.
     """
+
+    computed = (
+        *("local", "accumulated", "effect_rms", "norm", "amplification", "underflow", "headroom"),
+        "sqnr",
+    )
+    omitted = ("local_sq", "local_ref_sq", "error_sq", "shadow_sq", "effect_sq")
 
     index: int = 0
     stage: str = "forward"
@@ -95,13 +115,18 @@ class OpRecord(Measures):
 
     @property
     def effect_rms(self) -> float:
-        """The effect on the loss if the signs of the errors were by chance."""
+        """The effect on the loss if the errors had random signs."""
         return math.sqrt(self.effect_sq)
 
     @property
     def norm(self) -> float:
         """The norm (L2) of the result in the reference program."""
         return math.sqrt(self.shadow_sq)
+
+    @property
+    def sqnr(self) -> float:
+        """The signal-to-noise ratio of the op itself, in decibels."""
+        return -20 * math.log10(self.local) if self.local > 0 else math.inf
 
     @property
     def amplification(self) -> float:
@@ -111,14 +136,14 @@ class OpRecord(Measures):
 
     @property
     def underflow(self) -> float:
-        """The share of elements that became zero, of those that are none in the reference."""
+        """The share of elements that became zero, of those that are nonzero in the reference."""
         return self.flushed / self.nonzero if self.nonzero else 0.0
 
     @property
     def headroom(self) -> float:
-        """Powers of two between the largest value and the dtype's limit; negative beyond it.
+        """Powers of two between the largest value and the dtype's limit; negative above it.
 
-        Scales bring the operands of a product in float8 to the limit, whatever their values.
+        It is infinite for a product in float8, whose scales bring all operands to the limit.
         """
         limit = math.inf
         if self.is_float and not self.recipe:
@@ -128,34 +153,42 @@ class OpRecord(Measures):
         return math.log2(limit / self.max_abs) if math.isfinite(self.max_abs) else -math.inf
 
     @property
-    def result_dtype(self) -> str:
-        """The dtype of its result."""
-        return "bfloat16" if self.recipe else self.dtype
-
-    @property
     def is_float(self) -> bool:
-        """True if its result is of floating-point numbers."""
+        """True if the result is a floating-point tensor."""
         return bool(getattr(torch, self.dtype).is_floating_point)
 
     @property
     def name(self) -> str:
-        """Unique in a report: ``"forward_12"``."""
+        """A name that is unique in a report: ``"forward_12"``."""
         return f"{self.stage}_{self.index}"
 
     @property
     def is_overflow(self) -> bool:
-        """True if something becomes infinite or NaN here, other than a mask."""
+        """True if elements other than a mask become infinite or NaN here."""
         return self.overflows > self.fills or self.singular > 0
 
     @property
     def label(self) -> str:
-        """The name of the op in a policy, else its own."""
+        """The name of the op in a policy, or else that of the kernel."""
         return self.op or self.kernel.removeprefix("aten::")
 
     @property
     def reason(self) -> str:
-        """Describes what was measured."""
-        return sentence_on(self)
+        """Describes the measures."""
+        parts = [
+            f"its own error is {number(self.local)}" if self.local else "it has no error itself"
+        ]
+        if self.accumulated:
+            parts.append(f"its error since the start is {number(self.accumulated)}")
+        if self.effect:
+            parts.append(f"it moves the loss by {number(self.effect)}")
+        if self.overflows:
+            parts.append(overflow_words(self))
+        if self.flushed:
+            parts.append(flush_words(self))
+        if self.flips:
+            parts.append(f"{self.flips} discrete elements differ")
+        return "; ".join(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,12 +196,12 @@ class GradientRecord:
     """The gradient of one leaf: a parameter, or an input that requires one.
 
     Attributes:
-        name: The parameter's path; ``"input 0"`` for others.
-        shape: Its sizes.
-        error: Relative error (L2) against the reference program.
-        cosine: Of the angle between both.
-        norm: Its norm (L2) there. What is zero but for rounding, as the gradient of the bias of
-            attention's keys, has errors as large as itself, and they do no harm.
+        name: The path of the parameter; ``"input 0"`` for others.
+        shape: The sizes.
+        error: The relative error (L2) against the reference program.
+        cosine: The cosine of the angle between both.
+        norm: The norm (L2) in the reference program. A gradient that is zero but for rounding, such
+            as that of the bias of attention's keys, has harmless errors as large as itself.
     """
 
     name: str
@@ -180,24 +213,24 @@ class GradientRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Suspect:
-    """Ops of one kind in one place that do harm.
+    """Ops that cause harm, in one module or in repeated modules.
 
     Attributes:
         kind: ``"overflow"``, ``"underflow"``, ``"local error"``, ``"cancellation"``,
-            ``"growth"`` (of errors, over several ops of a module), ``"integers"`` (which a
-            product takes rounded, such as positions) or ``"effect"``.
-        module: The path of the module; ``*`` stands for the numbers of several alike.
-        op: The op to mend, as a policy calls it; by its own name where no policy reaches it.
+            ``"growth"`` (of errors, over several ops of a module), ``"integers"`` (rounded ones
+            that enter a product, such as positions) or ``"effect"``.
+        module: The path of the module; ``*`` replaces the numbers of repeated modules.
+        op: The op to repair, by its name in a policy, or else that of the kernel.
         stage: ``"forward"`` or ``"backward"``.
-        dtype: What it runs in.
-        file: Source file of the line that calls it, or ``""``.
-        line: The line's number, or 0.
-        code: The line's text.
-        why: A sentence that says what it does.
-        score: How far over the threshold it is: 1 is at it.
-        members: Numbers of the ops (``OpRecord.index``).
-        is_mendable: Whether a policy can run it in float32.
-        recipe: That of a product in float8; else empty.
+        dtype: The dtype of the op.
+        file: The source file of the line that calls the op, or ``""``.
+        line: The number of the line, or 0.
+        code: The text of the line.
+        why: The reason, in one sentence.
+        score: The ratio of the measure to its threshold.
+        members: The numbers of the ops (``OpRecord.index``).
+        is_mendable: True if a policy can run the op in float32.
+        recipe: The recipe of a product in float8; else empty.
     """
 
     kind: str
@@ -215,14 +248,14 @@ class Suspect:
     recipe: str = ""
 
     def __str__(self) -> str:
-        """One line."""
+        """Returns one line."""
         where = f"{self.module}: " if self.module else ""
         dtype = f"float8 {self.recipe}" if self.recipe else self.dtype
         return f"{where}{self.op} ({self.stage}, {dtype}): {self.why}"
 
 
 def number(value: float) -> str:
-    """A number with two digits: ``1.2e-04``, ``0.12``, ``3.4``."""
+    """Returns a number with two digits: ``1.2e-04``, ``0.12``, ``3.4``."""
     if value == 0 or value != value or abs(value) == float("inf"):
         return f"{value:.0f}"
     if 0.01 <= abs(value) < 1000:
@@ -231,19 +264,19 @@ def number(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """A share in per cent, with a sign of its own where it is none: ``1.2 %``."""
+    """Returns a share in per cent: ``1.2 %``."""
     return f"{100 * value:.3g} %"
 
 
 def limit_of(dtype: str) -> float:
-    """The largest number of a dtype."""
+    """Returns the largest number of a dtype."""
     return float(torch.finfo(getattr(torch, dtype)).max)
 
 
 def overflow_words(record: OpRecord) -> str:
     """Describes how much of a result overflowed."""
     part = f"{record.overflows} of {record.numel} elements overflow"
-    limit = limit_of(record.result_dtype)
+    limit = limit_of("bfloat16" if record.recipe else record.dtype)
     if record.max_abs > limit and record.max_abs != float("inf"):
         return f"{part}: |x| is up to {number(record.max_abs)}, the limit is {limit:.6g}"
     return part
@@ -258,19 +291,3 @@ def flush_words(record: OpRecord) -> str:
             f"scales bring the largest ones to {limit:.6g}, the limit of {record.dtype}"
         )
     return f"{share(record.underflow)} of its elements are flushed to zero"
-
-
-def sentence_on(record: OpRecord) -> str:
-    """Describes what was measured of an op."""
-    parts = [f"its own error is {number(record.local)}" if record.local else "makes no error"]
-    if record.accumulated:
-        parts.append(f"that since the start {number(record.accumulated)}")
-    if record.effect:
-        parts.append(f"it moves the loss by {number(record.effect)}")
-    if record.overflows:
-        parts.append(overflow_words(record))
-    if record.flushed:
-        parts.append(flush_words(record))
-    if record.flips:
-        parts.append(f"{record.flips} discrete elements differ")
-    return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""The result of ``amp_fx.accuracy``: data, and the ways to look at it."""
+"""The report of ``amp_fx.accuracy``, its table, and its ops as an explanation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.records import GraphRecord, NodeRecord, TensorRecord
 from amp_fx.explanation.table import folded_path, without_numbers
 from amp_fx.numerics.measures import relative
-from amp_fx.numerics.records import number, share
+from amp_fx.numerics.records import grouped, number, share
 from amp_fx.numerics.suspects import LEAST_EFFECT, find_suspects, policy_of_suspects
-from amp_fx.reports import Report, as_plain, dtype_cell, new_table, times
+from amp_fx.reports import Report, dtype_cell, new_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -31,43 +31,25 @@ if TYPE_CHECKING:
 
 
 MOST = 12
-"""Rows of the table, and lines of suspects."""
+"""The largest number of rows of the table, and of lines of suspects."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """Ops of one name in like modules."""
+def rows_of(nodes: Iterable[OpRecord]) -> list[list[OpRecord]]:
+    """Groups ops in rows: overflows first, then by the effect on the loss."""
+    groups = grouped(nodes, lambda n: (n.stage, without_numbers(n.module), n.label, n.recipe))
 
-    nodes: tuple[OpRecord, ...]
+    def rank(row: list[OpRecord]) -> tuple[bool, float]:
+        return _overflows(row) == 0, -math.hypot(*(n.effect_rms for n in row))
 
-    @property
-    def effect(self) -> float:
-        """The effect of all ops on the loss, to first order."""
-        return sum(n.effect or 0.0 for n in self.nodes)
-
-    @property
-    def effect_rms(self) -> float:
-        """The effect on the loss with signs by chance."""
-        return math.hypot(*(n.effect_rms for n in self.nodes))
-
-    @property
-    def overflows(self) -> int:
-        """Elements that overflow."""
-        return sum(n.overflows + n.singular for n in self.nodes)
+    return sorted(groups.values(), key=rank)
 
 
-def rows_of(nodes: Iterable[OpRecord]) -> list[Row]:
-    """Alike ops together, those first that overflow, then those that move the loss most."""
-    groups: dict[tuple[str, ...], list[OpRecord]] = {}
-    for node in nodes:
-        key = (node.stage, without_numbers(node.module), node.label, node.recipe)
-        groups.setdefault(key, []).append(node)
-    rows = [Row(tuple(group)) for group in groups.values()]
-    return sorted(rows, key=lambda row: (row.overflows == 0, -row.effect_rms))
+def _overflows(row: list[OpRecord]) -> int:
+    return sum(n.overflows + n.singular for n in row)
 
 
 def render(report: AccuracyReport) -> RenderableType:
-    """The table as something that rich prints."""
+    """Renders the suspects, the table and the notes of a report."""
     parts: list[RenderableType] = [_head(report)]
     problem = report.reference_problem
     if problem is not None:
@@ -82,9 +64,16 @@ def render(report: AccuracyReport) -> RenderableType:
     if len(report.suspects) > MOST:
         parts.append(Text(f"... and {len(report.suspects) - MOST} more"))
     rows = rows_of(report.nodes)
-    parts += [Text(""), _table(report, rows[:MOST])]
-    notes = _notes(report, len(rows))
-    return Group(*parts, *([Text(""), *notes] if notes else []))
+    parts += [Text(""), _table(report, rows[:MOST]), Text(""), Text(LEGEND)]
+    return Group(*parts, Text(""), *_notes(report, len(rows)))
+
+
+LEGEND = (
+    "count: ops in the row; in: dtype of the results; local: largest error of one op on the same "
+    "inputs; accum.: largest error since the start; of loss: change of the loss by local errors; "
+    "range: overflows, values flushed to zero, or powers of two left below the limit"
+)
+"""The meaning of the columns."""
 
 
 def _head(report: AccuracyReport) -> Text:
@@ -99,31 +88,30 @@ def _head(report: AccuracyReport) -> Text:
     return text
 
 
-def _table(report: AccuracyReport, rows: list[Row]) -> Table:
+def _table(report: AccuracyReport, rows: list[list[OpRecord]]) -> Table:
     folded = ("stage", "module", "op")
     table = new_table(
-        *folded, "x", "in", "local", "accum.", "of loss", "range", folded=folded, right=("x",)
+        *folded,
+        *("count", "in", "local", "accum.", "of loss", "range"),
+        folded=folded,
+        right=("count",),
     )
     for row in rows:
-        first = row.nodes[0]
-        dtype = next((n.dtype for n in row.nodes if n.local), first.dtype)
+        first = row[0]
+        recipe = next((n.recipe for n in row if n.recipe), "")
+        dtype = next((n.dtype for n in row if n.local), first.dtype)
         table.add_row(
             first.stage,
-            folded_path(n.module for n in row.nodes) or "-",
+            folded_path(n.module for n in row) or "-",
             first.label,
-            times(len(row.nodes)),
-            _dtype_cell(dtype, row),
-            number(max(n.local for n in row.nodes)),
-            number(max(n.accumulated for n in row.nodes)),
-            _part(row.effect, report.loss_magnitude),
+            str(len(row)),
+            dtype_cell(f"float8 {recipe}" if recipe else dtype),
+            number(max(n.local for n in row)),
+            number(max(n.accumulated for n in row)),
+            _part(sum(n.effect or 0.0 for n in row), report.loss_magnitude),
             _range(row),
         )
     return table
-
-
-def _dtype_cell(dtype: str, row: Row) -> Text:
-    recipe = next((n.recipe for n in row.nodes if n.recipe), "")
-    return Text(f"float8 {recipe}") if recipe else dtype_cell(dtype)
 
 
 def _part(effect: float, loss: float | None) -> str:
@@ -132,13 +120,13 @@ def _part(effect: float, loss: float | None) -> str:
     return share(effect / abs(loss))
 
 
-def _range(row: Row) -> str:
-    if row.overflows:
-        return f"{row.overflows} overflow"
-    flushed, nonzero = sum(n.flushed for n in row.nodes), sum(n.nonzero for n in row.nodes)
+def _range(row: list[OpRecord]) -> str:
+    if _overflows(row):
+        return f"{_overflows(row)} overflow"
+    flushed, nonzero = sum(n.flushed for n in row), sum(n.nonzero for n in row)
     if flushed:
         return f"{share(flushed / nonzero)} flushed"
-    room = min((n.headroom for n in row.nodes if n.dtype == "float16"), default=math.inf)
+    room = min((n.headroom for n in row if n.dtype == "float16"), default=math.inf)
     return f"{room:.0f} bits left" if math.isfinite(room) else ""
 
 
@@ -174,20 +162,20 @@ def _notes(report: AccuracyReport, num_rows: int) -> list[Text]:
 
 def _scale_words(report: AccuracyReport) -> str:
     if report.suggested_scale is None:
-        return "no scale does for all"
+        return "no scale prevents that without overflow"
     low, high = report.suggested_scale
-    return f"scales from {low:g} to {high:g} would do"
+    return f"scales from {low:g} to {high:g} prevent that"
 
 
-MOST_FORETOLD = 2.0
-"""How many times the error of the loss its first order may be off by."""
-SCHEMA = 2
-"""The number of the form of ``to_dict``; raised when a key goes or changes its meaning."""
+MOST_PREDICTED = 2.0
+"""The largest ratio of the predicted and the measured error of the loss at which effects count."""
+SCHEMA = 3
+"""The version of ``to_dict``; raised when a key is removed or changes its meaning."""
 
 
 @dataclasses.dataclass(frozen=True)
 class UnexaminedRecord:
-    """An op that could not be examined, and why; its result is taken for exact."""
+    """An op that could not be examined, and the reason. Its result is assumed to be exact."""
 
     op: str
     module: str
@@ -199,27 +187,30 @@ class AccuracyReport(Report):
     """Describes how low precision changes a step: the loss, every op, every gradient.
 
     Attributes:
-        model: Name of the step.
-        used_policy: The policy that the step ran under.
+        model: The name of the step.
+        used_policy: The policy under which the step ran.
         dtype: The low dtype.
-        device_type: The device type that autocasts.
+        device_type: The device type of the region.
         reference: The dtype of the reference.
-        scale: What the loss was multiplied with for the backward.
-        loss: The loss in low precision; None where the step gives none.
-        reference_loss: The same of the reference program.
-        loss_magnitude: How large that is; where it is a sum or mean of positive and negative
-            terms, what it would be if none cancelled another. Effects are compared with it.
+        scale: The factor of the loss in the backward.
+        loss: The loss in low precision; None if the step has none.
+        reference_loss: The loss of the reference program.
+        loss_magnitude: The size of that loss; if it is a sum or mean of positive and negative
+            terms, its size without cancellation. Effects are compared with it.
         output_error: The relative error (L2) of the loss, or of all outputs.
-        is_probed: Whether there is no loss, and the backward began with random signs.
-        is_repeatable: Whether two runs in low precision gave the same loss; None where that
-            was not compared, or something overflowed.
-        nodes: The ops that met a low dtype or its errors, in order.
-        gradients: Those of parameters and of inputs that require one.
+        is_probed: True without a loss: the backward began with random signs.
+        is_repeatable: True if two runs in low precision had the same loss; None if that was not
+            compared, or if an op overflowed.
+        nodes: The ops with low dtypes or errors, in order.
+        gradients: The gradients of parameters, and of inputs that require one.
         suggested_scale: For float16, the range of scales at which less than 1 % of the elements of
-            low gradients are flushed and the largest has two bits of room; None if there is
-            no such scale, or no such gradient.
-        not_examined: What could not be examined.
+            low gradients are flushed and the largest has two bits left; None if there is no such
+            scale or no such gradient.
+        not_examined: The ops that could not be examined.
     """
+
+    computed = ("error", "predicted_error", "gradient_error", "flushed_gradients", "suspects")
+    omitted = ("used_policy",)
 
     model: str
     used_policy: Policy
@@ -240,7 +231,7 @@ class AccuracyReport(Report):
 
     @functools.cached_property
     def suspects(self) -> tuple[Suspect, ...]:
-        """The ops that do harm, the worst first; empty for a sound program."""
+        """The ops that cause harm, the worst first; empty for a sound program."""
         if self.reference_problem is not None:
             return ()
         loss = self.loss_magnitude if self._has_first_order else None
@@ -249,15 +240,15 @@ class AccuracyReport(Report):
 
     @property
     def _has_first_order(self) -> bool:
-        """True if effects may be right; gradients that are not the loss's make them too large."""
+        """True if effects predict the error of the loss; other gradients make them too large."""
         if self.error is None or not math.isfinite(self.error):
             return True
         least = LEAST_EFFECT * (self.loss_magnitude or 0.0)
-        return abs(self.predicted_error - self.error) <= MOST_FORETOLD * abs(self.error) + least
+        return abs(self.predicted_error - self.error) <= MOST_PREDICTED * abs(self.error) + least
 
     @property
     def error(self) -> float | None:
-        """The error of the loss in low precision; None where there is no loss."""
+        """The error of the loss in low precision; None without a loss."""
         if self.loss is None or self.reference_loss is None:
             return None
         return self.loss - self.reference_loss
@@ -269,7 +260,7 @@ class AccuracyReport(Report):
 
     @property
     def reference_problem(self) -> OpRecord | None:
-        """The place where the reference program becomes infinite or NaN, if its loss does."""
+        """The op in which the reference becomes infinite or NaN, if its loss does."""
         is_fine = self.reference_loss is None or math.isfinite(self.reference_loss)
         if is_fine and math.isfinite(self.output_error):
             return None
@@ -290,7 +281,7 @@ class AccuracyReport(Report):
 
     @property
     def worst_gradient(self) -> GradientRecord | None:
-        """The one that points elsewhere most, of those that are not next to nothing."""
+        """The gradient with the smallest cosine, among those that are not negligible."""
         whole = math.hypot(*(g.norm for g in self.gradients))
         some = [g for g in self.gradients if not g.norm < whole / 1000]
         return min(some, key=lambda g: g.cosine, default=None)
@@ -302,12 +293,12 @@ class AccuracyReport(Report):
         return sum(n.flushed for n in low) / max(1, sum(n.nonzero for n in low))
 
     def mended(self, base: Policy | None = None) -> Policy:
-        """A policy that runs every suspect of the forward in float32 that a policy can reach.
+        """Returns a policy that runs the suspects of the forward in float32.
 
-        Not verified; ``amp_fx.search`` finds the smallest such policy, and checks it by running.
+        The policy is not verified; ``amp_fx.search`` finds a small policy, and runs it.
 
         Args:
-            base: What to start from; None takes the policy of the report.
+            base: The policy to start from; None is the policy of the report.
         """
         return policy_of_suspects(self.suspects, self.used_policy if base is None else base)
 
@@ -315,69 +306,32 @@ class AccuracyReport(Report):
         """Compares with another report of the same step.
 
         Args:
-            other: Under another policy or dtype, say.
+            other: The other report, for example with another policy or dtype.
         """
         from amp_fx.numerics.snapshot import ReportDiff
 
         return ReportDiff(self, other)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as dictionaries, lists, strings and numbers.
+        """Returns the report as dictionaries, lists, strings and numbers.
 
-        Keys: ``schema`` (``SCHEMA``), ``torch`` (its version), those of the attributes, but for
-        ``used_policy`` (its text), and ``suspects``, ``error``, ``predicted_error``,
-        ``gradient_error`` and ``flushed_gradients``; a node has ``amplification``,
-        ``underflow``, ``headroom`` and ``sqnr`` (in decibels) too. Numbers that JSON lacks are
-        strings: ``"nan"``, ``"inf"``.
+        Keys: ``schema`` (``SCHEMA``), ``torch`` (its version), the attributes (``used_policy`` as
+        text), and the names in ``computed``, of the report and of ``OpRecord``. Numbers that JSON
+        lacks are strings: ``"nan"``, ``"inf"``.
         """
-        plain = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in ("nodes", "used_policy")
-        }
-        found = {
-            "schema": SCHEMA,
-            "torch": torch.__version__,
-            **plain,
-            "used_policy": str(self.used_policy),
-            "error": self.error,
-            "predicted_error": self.predicted_error,
-            "gradient_error": self.gradient_error,
-            "flushed_gradients": self.flushed_gradients,
-            "suspects": self.suspects,
-            "nodes": [_node_dict(node) for node in self.nodes],
-        }
-        plain_dict: dict[str, Any] = as_plain(found)
-        return plain_dict
+        texts = {"torch": torch.__version__, "used_policy": str(self.used_policy)}
+        return {"schema": SCHEMA, **super().to_dict(), **texts}
 
     def _render(self) -> RenderableType:
         return render(self)
 
-    def __repr__(self) -> str:
-        """One line."""
-        return (
-            f"<AccuracyReport of {self.model} in {self.dtype}: loss {self.loss} "
-            f"({self.reference} {self.reference_loss}), {len(self.suspects)} suspects>"
-        )
-
-
-def _node_dict(node: OpRecord) -> dict[str, Any]:
-    sqnr = -20 * math.log10(node.local) if node.local > 0 else math.inf
-    fields = {name: value for name, value in vars(node).items() if not name.endswith("_sq")}
-    return {**fields, **{name: getattr(node, name) for name in _DERIVED}, "sqnr": sqnr}
-
-
-_DERIVED = (
-    *("local", "accumulated", "effect_rms", "norm", "amplification", "underflow", "headroom"),
-)
-
 
 MEASURES = ("effect", "error", "headroom")
-"""What boxes can be coloured by."""
+"""Names of measures that can color boxes."""
 
 
 def as_explanation(report: AccuracyReport) -> Explanation:
-    """The ops of a report as a graph of the forward, and one of the backward."""
+    """Returns the ops of a report as a graph of the forward and one of the backward."""
     graphs = []
     for index, stage in enumerate(("forward", "backward")):
         nodes = [node for node in report.nodes if node.stage == stage]
@@ -418,5 +372,5 @@ def _record(node: OpRecord, names: dict[int, str], report: AccuracyReport) -> No
 
 
 def origins_of(report: AccuracyReport) -> frozenset[str]:
-    """The ops in which something overflows."""
+    """Returns the names of the ops that overflow."""
     return frozenset(node.name for node in report.nodes if node.is_overflow)

@@ -1,8 +1,7 @@
-"""Runs a step, forward and backward, under the shadow, and leaves everything as it was."""
+"""Runs a step, forward and backward, together with its shadow, and restores the state."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,6 @@ import torch
 from amp_fx.errors import AccuracyError
 from amp_fx.numerics.float8_products import Float8ShadowMode
 from amp_fx.numerics.measures import effect_of, relative
-from amp_fx.numerics.places import CallNotes
 from amp_fx.numerics.recorder import Recorder
 from amp_fx.numerics.records import GradientRecord
 from amp_fx.numerics.report import UnexaminedRecord
@@ -21,58 +19,71 @@ from amp_fx.numerics.shadow import (
     is_custom,
     is_tracked,
     number_of,
-    python_random_state,
     tensors_in,
     unwrapped,
 )
-from amp_fx.numerics.state import StateGuard, guard_of
+from amp_fx.numerics.state import guard_of, undisturbed
 from amp_fx.torch_private.autocast import DisableAutocast
 from amp_fx.torch_private.modes import DisableTorchFunction
 
 if TYPE_CHECKING:
+    import contextlib
     from collections.abc import Callable, Iterable, Iterator
 
     from amp_fx.numerics.entry import Asked
     from amp_fx.numerics.measures import Measures
     from amp_fx.numerics.mode import ShadowMode
+    from amp_fx.numerics.records import OutputError
 
 
-def backward(
+def _run_backward(
     mode: ShadowMode, loss: torch.Tensor | None, floats: list[torch.Tensor], scale: float
 ) -> list[GradientRecord]:
-    """Runs the backward, if the step has not, and compares the gradients of leaves."""
+    """Runs the backward, unless the step did so, and compares the gradients of leaves."""
     outputs = [t for t in ([loss] if loss is not None else floats) if t.requires_grad]
-    own = _own_gradients(mode)
-    if mode.roots or own or not outputs:
-        _rescale(mode, loss)
-        return own
-    leaves = _prepare(mode, outputs, scale)
+    new_leaves = [leaf for leaf, before in mode.guard.leaves() if before is None]
+    gradients = _compared(mode, new_leaves, [leaf.grad for leaf in new_leaves])
+    if mode.roots or gradients or not outputs:
+        _undo_loss_scale(mode, loss)
+        return gradients
+    leaves = _register_hooks(mode, outputs, scale)
     if not leaves:
         return []
     with DisableTorchFunction(), DisableAutocast():
         directions = [_direction(t, scale, is_loss=loss is not None) for t in outputs]
+    found: Iterable[torch.Tensor | None]
     if any(node.name() in _REENTRANT for node in _nodes_above(outputs)):
-        return _reentrant_gradients(mode, outputs, directions)
-    with mode:
-        found = torch.autograd.grad(outputs, leaves, directions, allow_unused=True)
+        leaves = [leaf for leaf, _ in mode.guard.leaves()]
+        for leaf in leaves:
+            leaf.grad = None  # the guard restores it
+        with mode:
+            torch.autograd.backward(outputs, directions)
+        found = [leaf.grad for leaf in leaves]
+    else:
+        with mode:
+            found = torch.autograd.grad(outputs, leaves, directions, allow_unused=True)
     return _compared(mode, leaves, found)
 
 
-def listen(mode: ShadowMode) -> None:
-    """Prepares the shadows of gradients where the step runs its backward itself."""
+_REENTRANT = ("CheckpointFunctionBackward",)
+"""Functions whose backward runs another one, so that the leaves of that are not known before."""
+
+
+def _observe_backwards(mode: ShadowMode) -> None:
+    """Registers the hooks for gradients when the step itself calls ``backward``."""
 
     def begins(root: torch.Tensor) -> None:
         if not isinstance(root, torch.Tensor) or not root.requires_grad or not is_tracked(root):
             return
         with below_everything():
             mode.roots.append(float(mode.shadows.of(root.detach()).sum()))
-        _prepare(mode, [root], 1.0)
+        _register_hooks(mode, [root], 1.0)
 
     mode.notes.on_backward = begins
 
 
-def _rescale(mode: ShadowMode, loss: torch.Tensor | None) -> None:
-    """Takes out of effects what the step has multiplied its loss with, such as a scaler's scale."""
+def _undo_loss_scale(mode: ShadowMode, loss: torch.Tensor | None) -> None:
+    """Divides effects by the factor of the loss in the step's own ``backward``."""
     if loss is None or not mode.roots:
         return
     with below_everything():
@@ -83,32 +94,16 @@ def _rescale(mode: ShadowMode, loss: torch.Tensor | None) -> None:
         seen.effect_sq /= factor**2
 
 
-_REENTRANT = ("CheckpointFunctionBackward",)
-"""Functions whose backward runs another one, so that leaves below are not known before."""
-
-
-def _reentrant_gradients(
-    mode: ShadowMode, outputs: list[torch.Tensor], directions: list[torch.Tensor]
-) -> list[GradientRecord]:
-    """Those that a backward leaves in leaves, whose own ones are put back in the end."""
-    leaves = [leaf for leaf, _ in mode.guard.leaves()]
-    for leaf in leaves:
-        leaf.grad = None
-    with mode:
-        torch.autograd.backward(outputs, directions)
-    return _compared(mode, leaves, [leaf.grad for leaf in leaves])
-
-
 def _compared(
     mode: ShadowMode, leaves: list[torch.Tensor], gradients: Iterable[torch.Tensor | None]
 ) -> list[GradientRecord]:
-    names = [mode.names.of(leaf, f"input {index}") for index, leaf in enumerate(leaves)]
+    names = [mode.places.path_of(leaf, f"input {index}") for index, leaf in enumerate(leaves)]
     several = zip(names, gradients, strict=True)
     return [_compare(mode, n, g) for n, g in several if g is not None and is_tracked(g)]
 
 
 def _direction(output: torch.Tensor, scale: float, *, is_loss: bool) -> torch.Tensor:
-    """Returns the gradient of the outputs: the scale, or random signs without a loss."""
+    """Returns the gradient of an output: the scale, or random signs without a loss."""
     if is_loss:
         return torch.full_like(output, scale)
     generator = torch.Generator().manual_seed(0)
@@ -116,8 +111,10 @@ def _direction(output: torch.Tensor, scale: float, *, is_loss: bool) -> torch.Te
     return (signs * scale).to(output.device, output.dtype)
 
 
-def _prepare(mode: ShadowMode, outputs: list[torch.Tensor], scale: float) -> list[torch.Tensor]:
-    """Sees to it that gradients meet the errors; returns the leaves of the graph."""
+def _register_hooks(
+    mode: ShadowMode, outputs: list[torch.Tensor], scale: float
+) -> list[torch.Tensor]:
+    """Registers hooks that multiply gradients by errors, and returns the leaves of the graph."""
     leaves = [t for t in outputs if t.grad_fn is None]
     nodes: dict[int, Any] = {}
     for node in _nodes_above(outputs):
@@ -130,23 +127,23 @@ def _prepare(mode: ShadowMode, outputs: list[torch.Tensor], scale: float) -> lis
         is_measured = node.name() in _PASSING or number in mode.measured_nodes
         if is_custom(node) and not is_measured:
             module = mode.site_of(number).module
-            why = "what ops inside of a custom function do to the loss is not known"
+            why = "the effect of ops inside of a custom function on the loss is unknown"
             mode.leave_out(node.name().removesuffix("Backward"), module, why)
-    for number, roundings in mode.roundings.items():
+    for number, errors in mode.output_errors.items():
         found = nodes.get(number)
-        if found is None and roundings[0].is_written:
-            found = _node_of_write(nodes, number, is_view=roundings[0].geometry is not None)
+        if found is None and errors[0].is_written:
+            found = _node_of_write(nodes, number, is_view=errors[0].geometry is not None)
         if found is not None:
-            found.register_prehook(_hook(mode, roundings, scale))
+            found.register_prehook(functools.partial(_add_effects, mode, errors, scale))
     return leaves
 
 
 _PASSING = ("BackwardHookFunctionBackward",)
-"""Custom functions of torch that only pass on what they are given, for the sake of hooks."""
+"""Custom functions of torch that return their inputs, so that hooks run."""
 
 
 def _nodes_above(outputs: list[torch.Tensor]) -> Iterator[Any]:
-    """The nodes of autograd that outputs depend on."""
+    """Yields the nodes of autograd on which outputs depend."""
     pending: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
     known = set(pending)
     while pending:
@@ -159,10 +156,10 @@ def _nodes_above(outputs: list[torch.Tensor]) -> Iterator[Any]:
 
 
 def _node_of_write(nodes: dict[int, Any], number: int, *, is_view: bool) -> Any:
-    """The node of an op that writes in place, which is not the latest when the op runs.
+    """Returns the node of an op that writes in place, which was not the latest as the op ran.
 
-    Relies on autograd keeping a copy of what is overwritten, whose node comes after the op's, and
-    on a write to a view being a ``CopySlices`` of its base, whose node is made after the write.
+    Relies on autograd creating the copy of an overwritten tensor after the op's node, and the
+    ``CopySlices`` of a view's base after the write.
     """
     if is_view:
         found = nodes.get(number + 1)
@@ -170,55 +167,50 @@ def _node_of_write(nodes: dict[int, Any], number: int, *, is_view: bool) -> Any:
     return nodes.get(number - 1)
 
 
-def _hook(mode: ShadowMode, roundings: list[Any], scale: float) -> Callable[[Any], None]:
-    def hook(gradients: tuple[torch.Tensor | None, ...]) -> None:
-        with mode.paused(), below_everything():
-            for position, gradient in enumerate(gradients):
-                if gradient is not None and is_tracked(gradient):
-                    _meet(mode, roundings, position, gradient, scale)
-
-    return hook
-
-
-def _meet(
-    mode: ShadowMode, roundings: list[Any], position: int, gradient: torch.Tensor, scale: float
+def _add_effects(
+    mode: ShadowMode,
+    errors: list[OutputError],
+    scale: float,
+    gradients: tuple[torch.Tensor | None, ...],
 ) -> None:
-    for rounding in roundings:
-        if rounding.position != position and rounding.geometry is None:
-            continue
-        low = rounding.part_of(gradient)
-        shadow = rounding.part_of(mode.shadows.of(gradient))
-        if low is None or shadow is None:
-            continue
-        if mode.shadows.of(gradient) is gradient:
-            low = shadow
-        effect, square = effect_of(low, shadow, rounding.eps)
-        if not math.isfinite(effect) or not math.isfinite(square):
-            continue  # where something overflowed there is no first order
-        record = rounding.record
+    """Adds the effects of the errors of an op, given the gradients of its results."""
+    with mode.paused(), below_everything():
+        for position, gradient in enumerate(gradients):
+            if gradient is None or not is_tracked(gradient):
+                continue
+            exact = mode.shadows.of(gradient)
+            for error in errors:
+                if error.position == position or error.geometry is not None:
+                    _add_effect(error, gradient, exact, scale)
+
+
+def _add_effect(
+    error: OutputError, gradient: torch.Tensor, exact: torch.Tensor, scale: float
+) -> None:
+    shadow = error.part_of(exact)
+    low = shadow if exact is gradient else error.part_of(gradient)
+    if low is None or shadow is None:
+        return
+    effect, square = effect_of(low, shadow, error.eps)
+    if math.isfinite(effect) and math.isfinite(square):  # an overflow has no first order
+        record = error.record
         record.effect = (record.effect or 0.0) + effect / scale
         record.effect_sq += square / scale**2
-
-
-def _own_gradients(mode: ShadowMode) -> list[GradientRecord]:
-    """Those that the step has computed itself, of leaves that had none before."""
-    leaves = [leaf for leaf, before in mode.guard.leaves() if before is None]
-    return _compared(mode, leaves, [leaf.grad for leaf in leaves])
 
 
 def _compare(mode: ShadowMode, name: str, gradient: torch.Tensor) -> GradientRecord:
     with below_everything():
         shadow = mode.shadows.of(gradient.detach()).double()
         low = gradient.detach().double()
-        norm = float(torch.linalg.vector_norm(shadow))
-        low_norm = float(torch.linalg.vector_norm(low))
-        error = float(torch.linalg.vector_norm(low - shadow))
+        norm, low_norm, error = (
+            float(torch.linalg.vector_norm(t)) for t in (shadow, low, low - shadow)
+        )
         dot = float((low * shadow).sum())
     is_zero = norm == 0 and low_norm == 0
     return GradientRecord(
         name=name,
         shape=tuple(gradient.shape),
-        error=0.0 if error == 0 else error / norm if norm else float("inf"),
+        error=0.0 if error == 0 else error / norm if norm else math.inf,
         cosine=1.0 if is_zero else dot / (norm * low_norm) if norm * low_norm else 0.0,
         norm=norm,
     )
@@ -234,7 +226,7 @@ def run_step(
     *,
     is_brief: bool = False,
 ) -> dict[str, Any]:
-    """Runs a step under the shadow, and returns the fields of a report that it measures.
+    """Runs a step with its shadow, and returns the measured fields of a report.
 
     Args:
         step: The step.
@@ -242,16 +234,16 @@ def run_step(
         kwargs: Its named arguments.
         asked: The arguments of ``accuracy``.
         dtype: The low dtype.
-        region: Makes the region of mixed precision that the step runs in.
-        is_brief: Whether the run is not repeated, for the sake of its cost.
+        region: Creates the region of mixed precision for the step.
+        is_brief: Omits the first run, without a shadow, to save its cost.
     """
     guard = guard_of(step)
     with undisturbed(guard) as rewind:
         if not is_brief:
-            with region(), CallNotes(), Recorder(guard):
+            with region(), Recorder(guard).observing():
                 loss = loss_of(step(*args, **kwargs), asked.loss)
             plain = None if loss is None else float(loss.detach())
-            guard.refuse_other_dtypes()
+            guard.check_float32()
             guard.restore()
             rewind()
         mode = Float8ShadowMode(asked.reference, guard, asked.modules, is_brief=is_brief)
@@ -265,40 +257,13 @@ def run_step(
     return {**fields, "is_repeatable": str(plain) == str(fields["loss"])}  # a NaN equals itself
 
 
-@contextlib.contextmanager
-def undisturbed(guard: StateGuard, *, is_eager: bool = True) -> Iterator[Callable[[], None]]:
-    """Puts everything back in the end; gives what sets random numbers back at once.
-
-    What was compiled runs eagerly inside, so that every op is seen and Dynamo compiles nothing,
-    unless it is told otherwise.
-    """
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
-    with torch.random.fork_rng(devices):
-        cpu = torch.get_rng_state()
-        others = torch.cuda.get_rng_state_all() if devices else []
-        rewind_python = python_random_state()
-
-        def rewind() -> None:
-            torch.set_rng_state(cpu)
-            if others:
-                torch.cuda.set_rng_state_all(others)
-            rewind_python()
-
-        try:
-            with torch.compiler.set_stance("force_eager" if is_eager else "default"):
-                yield rewind
-        finally:
-            guard.restore()
-            rewind_python()
-
-
 def caller_of(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a caller of a step with which a module's paths begin at the module."""
+    """Returns a function that calls a step, so that the paths of a module begin at the module."""
     return step.__call__ if isinstance(step, torch.nn.Module) else step
 
 
 def loss_of(outputs: Any, given: Callable[[Any], Any] | None) -> torch.Tensor | None:
-    """The loss: what a function makes of the outputs, or the first of them if it is a scalar."""
+    """Returns the loss: a function of the outputs, or the first output if it is a scalar."""
     if given is not None:
         found = given(outputs)
         if isinstance(found, torch.Tensor) and found.numel() == 1 and found.is_floating_point():
@@ -316,8 +281,8 @@ def _shadow_run(
     asked: Asked,
     region: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> dict[str, Any]:
-    listen(mode)
-    with region(), mode.notes, mode:
+    _observe_backwards(mode)
+    with region(), mode.observing():
         outputs = step()
         loss = loss_of(outputs, asked.loss)
     floats = [t for t in tensors_in(outputs) if t.is_floating_point() and is_tracked(t)]
@@ -326,37 +291,35 @@ def _shadow_run(
             "the step returns neither a loss nor any floating-point tensor; give loss=, a function "
             "that makes a scalar of what the step returns"
         )
-    low, reference, magnitude = _values_of(mode, loss)
+    values: dict[str, float | None] = dict.fromkeys(("loss", "reference_loss", "loss_magnitude"))
+    compared = floats
+    if loss is not None:
+        plain = unwrapped(loss.detach())
+        if not is_tracked(plain):
+            raise AccuracyError(
+                f"the loss is a {type(loss).__name__} of several tensors; give loss=, a function "
+                "that makes a plain tensor of what the step returns"
+            )
+        with below_everything():
+            reference, magnitude = float(mode.shadows.of(plain)), mode.magnitude_of(plain)
+            values = {
+                "loss": float(plain),
+                "reference_loss": reference,
+                "loss_magnitude": magnitude,
+            }
+        compared = floats if mode.is_brief else [plain]
     with below_everything():
-        compared = floats if loss is None or mode.is_brief else [unwrapped(loss)]
         output_error = _output_error(mode, compared)
-    gradients = backward(mode, loss, floats, asked.scale)
+    gradients = _run_backward(mode, loss, floats, asked.scale)
     missing = mode.not_examined.items()
     return {
+        **values,
         "nodes": tuple(mode.seen),
-        "loss": low,
-        "reference_loss": reference,
-        "loss_magnitude": magnitude,
         "output_error": output_error,
         "gradients": tuple(gradients),
         "not_examined": tuple(UnexaminedRecord(*place, why) for place, why in missing),
         "is_probed": loss is None,
     }
-
-
-def _values_of(
-    mode: ShadowMode, loss: torch.Tensor | None
-) -> tuple[float | None, float | None, float | None]:
-    if loss is None:
-        return None, None, None
-    plain = unwrapped(loss.detach())
-    if not is_tracked(plain):
-        raise AccuracyError(
-            f"the loss is a {type(loss).__name__} of several tensors; give loss=, a function that "
-            "makes a plain tensor of what the step returns"
-        )
-    with below_everything():
-        return float(plain), float(mode.shadows.of(plain)), mode.magnitude_of(plain)
 
 
 def _output_error(mode: ShadowMode, outputs: list[torch.Tensor]) -> float:
@@ -369,24 +332,21 @@ def _output_error(mode: ShadowMode, outputs: list[torch.Tensor]) -> float:
 
 
 SMALLEST_EXPONENT = -23
-"""Of the smallest number of float16, 2**-24, as ``torch.frexp`` has it: in [0.5, 1) * 2**-23."""
+"""The exponent of float16's smallest number 2**-24 by ``torch.frexp``: [0.5, 1) * 2**-23."""
 
 
 def _suggested_scale(
     samples: list[tuple[torch.Tensor, Measures]], scale: float
 ) -> tuple[float, float] | None:
-    """Powers of two between which a float16 backward neither flushes much nor overflows."""
-    exponents = [e.cpu().long() for e, _ in samples if e.numel()]
+    """Returns the range of scales at which a float16 backward flushes little and stays finite."""
+    samples = [(exponents.cpu(), m) for exponents, m in samples if exponents.numel()]
     largest = max((m.max_abs for _, m in samples if math.isfinite(m.max_abs)), default=0.0)
-    if not exponents or not largest:
+    if not samples or not largest:
         return None
-    weights = [m.numel / e.numel() for e, m in samples if e.numel()]
-    counts = torch.zeros(600, dtype=torch.float64)
-    for found, weight in zip(exponents, weights, strict=True):
-        ones = torch.full(found.shape, weight, dtype=torch.float64)
-        counts.scatter_add_(0, (found + 300).clamp(0, 599), ones)
-    share = counts.cumsum(0) / counts.sum()
-    first = int((share > 0.01).nonzero()[0]) - 300
+    exponents, order = torch.cat([exponents for exponents, _ in samples]).sort()
+    weights = [torch.full(e.shape, m.numel / e.numel(), dtype=torch.float64) for e, m in samples]
+    share = torch.cat(weights)[order].cumsum(0)
+    first = int(exponents[(share > 0.01 * share[-1]).nonzero()[0]])
     low = 2.0 ** max(0, SMALLEST_EXPONENT - first + 1) * scale
     high = 2.0 ** math.floor(math.log2(65504 / 4 / largest)) * scale
     return (low, high) if low <= high else None

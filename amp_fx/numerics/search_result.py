@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from amp_fx.numerics.records import number
-from amp_fx.reports import Report, as_plain, new_table
+from amp_fx.reports import Report, new_table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -19,17 +19,14 @@ if TYPE_CHECKING:
     from amp_fx.policies.policy import Policy
 
 
-_OF_UNIT = ("module", "op", "treatment", "why", "order")
-
-
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
     """One run under a policy.
 
     Attributes:
-        units: What it had in float32, or in the low dtype instead of float8.
+        units: The candidates in float32, or in the low dtype instead of float8.
         value: The metric.
-        is_enough: Whether that is within the tolerance.
+        is_enough: True if the metric is within the tolerance.
     """
 
     units: tuple[str, ...]
@@ -39,26 +36,27 @@ class Evaluation:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SearchResult(Report):
-    """A policy that meets a tolerance, and how it was found.
+    """A policy that meets a tolerance, and the runs that found it.
 
     Attributes:
-        model: Name of the step.
+        model: The name of the step.
         dtype: The low dtype.
         policy: The policy; its file has a reason for each line.
-        units: What it has in ``runs_in``, or treated as the unit says, in the order of the ranking.
-        num_units: How many there were to choose from.
-        tolerance: The largest value that does.
+        units: The candidates that run in ``runs_in`` or have a treatment, in order of the ranking.
+        num_units: The number of candidates.
+        tolerance: The largest accepted value of the metric.
         value: The metric under the policy, eagerly.
-        before: The metric under the policy that was started from.
-        is_minimal: Whether it was found by running that nothing can be left out.
+        before: The metric under the policy at the start.
+        is_minimal: True if a run without each candidate showed that none can be omitted.
         history: The runs, in order.
-        compiler: The inner compiler of the last run; None if there was none.
-        compiled_value: The metric of the compiled step; None if it was not or could not be run.
-        notes: What else there is to say.
-        report: What the ranking is from.
-        runs_in: ``"float32"``; the low dtype if the policy that was started from has products in
-            float8.
+        compiler: The inner compiler of the last run; None if there was no such run.
+        compiled_value: The metric of the compiled step; None if the step was not run.
+        notes: Other remarks.
+        report: The report that ranked the candidates.
+        runs_in: ``"float32"``; the low dtype if the policy at the start has products in float8.
     """
+
+    computed, omitted = ("evaluations",), ("report", "policy")
 
     model: str
     dtype: str
@@ -82,19 +80,8 @@ class SearchResult(Report):
         return len(self.history)
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as dictionaries, lists, strings and numbers, but for the report."""
-        found: dict[str, Any] = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.name not in ("report", "policy")
-        }
-        found |= {
-            "policy": str(self.policy),
-            "evaluations": self.evaluations,
-            "units": [{name: getattr(unit, name) for name in _OF_UNIT} for unit in self.units],
-        }
-        plain: dict[str, Any] = as_plain(found)
-        return plain
+        """Returns the result without the report, with the text of the policy."""
+        return {**super().to_dict(), "policy": str(self.policy)}
 
     def _render(self) -> RenderableType:
         head = (
@@ -115,10 +102,3 @@ class SearchResult(Report):
         for unit in self.units:
             table.add_row(*(getattr(unit, name) or "fp32" for name in names))
         return Group(*lines, Text(""), table)
-
-    def __repr__(self) -> str:
-        """One line."""
-        return (
-            f"<SearchResult of {self.model}: {len(self.units)} of {self.num_units} in "
-            f"{self.runs_in}, {self.evaluations} runs>"
-        )

@@ -1,8 +1,8 @@
-"""Holds tensors in the reference precision, and runs ops once more in it.
+"""Stores the tensors of the reference program, and describes ops.
 
-A tensor in the reference dtype that no low op has touched is its own shadow. Others have a second
-storage of as many elements, in which every view of the first finds its part by strides and offset:
-views and writes in place need no special case.
+A tensor in the reference dtype that depends on no low op is its own shadow. Other tensors have a
+second storage with the same number of elements. A view of the first storage has the same strides
+and offset in the second one, so views and writes in place need no special case.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import random
-import sys
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,33 +17,17 @@ import torch
 from amp_fx.numerics.storages import Marks
 from amp_fx.torch_private import pytree
 from amp_fx.torch_private.autocast import DisableAutocast
-from amp_fx.torch_private.autograd import (
-    DispatchBelowAutograd,
-    current_autograd_node,
-    latest_sequence_number,
-    neg_view,
-    preserve_version_counters,
-)
+from amp_fx.torch_private.autograd import DispatchBelowAutograd, neg_view
 from amp_fx.torch_private.modes import DisableTorchFunction
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator
 
     from amp_fx.torch_private.ops import OpOverload
 
 
-def latest_node_number() -> int:
-    """The number of the node of autograd that was made last in this thread.
-
-    While an op runs below autograd, that is its own, if a gradient is recorded. Relies on
-    ``torch.autograd._get_sequence_nr``, as AOTAutograd does.
-    """
-    return latest_sequence_number()
-
-
 def number_of(node: Any) -> int:
-    """The number of a node of autograd."""
+    """Returns the number of a node of autograd."""
     return cast("int", node._sequence_nr())
 
 
@@ -54,22 +36,8 @@ def is_custom(node: Any) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
-def running_node() -> Any:
-    """The node whose backward is running in this thread; None if none is."""
-    return current_autograd_node()
-
-
-def unseen_writes(tensors: list[torch.Tensor]) -> AbstractContextManager[None]:
-    """Context manager that hides writes from autograd, as in a running backward.
-
-    Relies on ``torch.autograd._unsafe_preserve_version_counter``.
-    """
-    context: AbstractContextManager[None] = preserve_version_counters(tuple(tensors))
-    return context
-
-
 def compiled_with(step: Any) -> tuple[dict[str, Any], bool | None]:
-    """The options and ``dynamic`` that amp_fx compiled a program with; none if it did not."""
+    """Returns the options and ``dynamic`` with which amp_fx compiled a program."""
     backend = backend_of(step)
     if backend is None:
         return {}, None
@@ -78,10 +46,10 @@ def compiled_with(step: Any) -> tuple[dict[str, Any], bool | None]:
 
 
 def backend_of(step: Any) -> Any:
-    """Returns what ``torch.compile`` was given as amp_fx's backend of a program; else None.
+    """Returns the amp_fx backend that ``torch.compile`` got for a program; None if it got none.
 
-    Relies on compiled modules and the closures of compiled functions holding a context, and on
-    ``_torchdynamo_orig_backend`` leading from its ``callback`` to what ``torch.compile`` was given.
+    Relies on the context in compiled modules and in the closures of compiled functions, and on the
+    attribute ``_torchdynamo_orig_backend`` of its ``callback``.
     """
     compiled = step
     while (contexts := _contexts(compiled)) == [] and hasattr(compiled, "__wrapped__"):
@@ -103,18 +71,16 @@ def _contexts(compiled: Any) -> list[Any]:
 
 
 @dataclasses.dataclass
-class Entry:
+class ShadowEntry:
     """The facts about one storage.
 
     Attributes:
-        shadow: The second storage; None where the first is its own shadow.
-        ratio: Bytes of an element of the shadow for one of the storage.
-        origin: The number of the record of the op that wrote it last; -1 for what came in.
-        error: The relative error that it had then.
+        shadow: The second storage; None if the storage is its own shadow.
+        origin: The number of the record of the op that wrote it last; -1 for an input.
+        error: The relative error after that write.
     """
 
     shadow: torch.UntypedStorage | None = None
-    ratio: int = 1
     origin: int = -1
     error: float = 0.0
 
@@ -124,25 +90,30 @@ class Shadows:
 
     def __init__(self, reference: torch.dtype) -> None:
         self.reference = reference
-        self._entries: Marks[Entry] = Marks()
+        self._entries: Marks[ShadowEntry] = Marks()
 
     def wide(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the shadow of a tensor of some dtype."""
+        """Returns the dtype of the shadow of a tensor."""
         return wide_dtype(dtype, self.reference)
+
+    def widened(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor in its dtype in the reference; the same object if it has that dtype."""
+        dtype = self.wide(tensor.dtype)
+        return tensor if dtype == tensor.dtype else tensor.to(dtype)
 
     def is_low(self, dtype: torch.dtype) -> bool:
         """Returns True if a dtype is less precise than the reference."""
         return self.wide(dtype) != dtype
 
-    def entry(self, tensor: torch.Tensor) -> Entry | None:
-        """Returns the facts about a tensor's storage; None if it came from outside."""
+    def entry(self, tensor: torch.Tensor) -> ShadowEntry | None:
+        """Returns the facts about a tensor's storage; None if there are none."""
         return self._entries.get(tensor)
 
-    def note(self, tensor: torch.Tensor) -> Entry:
-        """Returns the facts about a tensor's storage, and remembers them."""
+    def note(self, tensor: torch.Tensor) -> ShadowEntry:
+        """Returns the facts about a tensor's storage; adds an entry if there is none."""
         found = self._entries.get(tensor)
         if found is None:
-            found = Entry()
+            found = ShadowEntry()
             self._entries.put(tensor, found)
         return found
 
@@ -152,14 +123,14 @@ class Shadows:
         return found is not None and found.shadow is not None and _fits(found, tensor, self)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The shadow of a tensor: itself, a view of its second storage, or a wide copy."""
+        """Returns the shadow of a tensor: itself, a view of a second storage, or a wide copy."""
         found = self.entry(tensor)
         if found is None or found.shadow is None or not _fits(found, tensor, self):
-            return widened(tensor, self.reference)
+            return self.widened(tensor)
         return _view(found.shadow, tensor, self.wide(tensor.dtype))
 
     def writable(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The shadow of a tensor that will be written to in place: never itself."""
+        """Returns the shadow of a tensor that an op writes in place; it is never the tensor."""
         found = self.note(tensor)
         if found.shadow is None or not _fits(found, tensor, self):
             self._begin(found, tensor, is_filled=True)
@@ -167,12 +138,11 @@ class Shadows:
         return _view(found.shadow, tensor, self.wide(tensor.dtype))
 
     def put(self, tensor: torch.Tensor, value: torch.Tensor, *, is_fresh: bool) -> None:
-        """Gives a tensor a shadow, kept as it is if ``is_fresh``: nothing else holds the value."""
+        """Sets the shadow of a tensor; without a copy if ``is_fresh``: the value has no alias."""
         found = self.note(tensor)
         dtype = self.wide(tensor.dtype)
         if is_fresh and _has_same_layout(tensor, value) and value.dtype == dtype:
             found.shadow = value.untyped_storage()
-            found.ratio = dtype.itemsize // tensor.dtype.itemsize
             return
         covers = tensor.numel() * tensor.dtype.itemsize == tensor.untyped_storage().nbytes()
         if found.shadow is None or not _fits(found, tensor, self):
@@ -181,12 +151,12 @@ class Shadows:
         _view(found.shadow, tensor, dtype).copy_(value)
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Makes a tensor its own shadow, as of now."""
+        """Makes a tensor its own shadow."""
         found = self.entry(tensor)
         if found is not None:
             found.shadow = None
 
-    def _begin(self, found: Entry, tensor: torch.Tensor, *, is_filled: bool) -> None:
+    def _begin(self, found: ShadowEntry, tensor: torch.Tensor, *, is_filled: bool) -> None:
         storage = tensor.untyped_storage()
         dtype = self.wide(tensor.dtype)
         size = storage.nbytes() // tensor.dtype.itemsize
@@ -196,18 +166,11 @@ class Shadows:
             found.shadow = flat.to(dtype, copy=True).untyped_storage()
         else:
             found.shadow = torch.empty(size, dtype=dtype, device=tensor.device).untyped_storage()
-        found.ratio = dtype.itemsize // tensor.dtype.itemsize
-
-
-def widened(tensor: torch.Tensor, reference: torch.dtype) -> torch.Tensor:
-    """A tensor in its wide dtype; the same object if it has that already."""
-    dtype = wide_dtype(tensor.dtype, reference)
-    return tensor if dtype == tensor.dtype else tensor.to(dtype)
 
 
 @functools.cache
 def wide_dtype(dtype: torch.dtype, reference: torch.dtype) -> torch.dtype:
-    """Returns a dtype in the reference: only less precise floating-point ones change."""
+    """Returns the dtype in the reference, which differs for less precise floating-point dtypes."""
     if dtype.is_complex:
         other = reference.to_complex()
         return other if other.itemsize > dtype.itemsize else dtype
@@ -217,9 +180,9 @@ def wide_dtype(dtype: torch.dtype, reference: torch.dtype) -> torch.dtype:
 
 
 def is_tracked(tensor: torch.Tensor) -> bool:
-    """Returns True if a tensor has a storage of elements that a shadow can be made for.
+    """Returns True if a tensor has a storage of elements, so that it can have a shadow.
 
-    Forward gradients begin with zeros that have none, and their formulas ask for sizes on ``meta``.
+    Forward-mode gradients use zero tensors without a storage, and compute sizes on ``meta``.
     """
     is_dense = tensor.layout is torch.strided and not tensor.is_quantized
     has_numbers = not tensor._is_zerotensor() and not tensor.is_meta
@@ -234,7 +197,7 @@ def is_wrapped(tensor: torch.Tensor) -> bool:
 
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that a subclass stands for, if it is one of the same sizes; else itself."""
+    """Returns the only tensor inside of a subclass if it has the same sizes; else the tensor."""
     while is_wrapped(tensor):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         inner = getattr(tensor, names[0])
@@ -244,9 +207,14 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _fits(found: Entry, tensor: torch.Tensor, shadows: Shadows) -> bool:
-    """Returns True if a tensor sees the elements that the shadow was made for, not their bytes."""
-    return shadows.wide(tensor.dtype).itemsize == found.ratio * tensor.dtype.itemsize
+def _fits(found: ShadowEntry, tensor: torch.Tensor, shadows: Shadows) -> bool:
+    """Returns True if a shadow has one element for each of a tensor's storage.
+
+    A view with another dtype of the same bytes has another number of elements.
+    """
+    assert found.shadow is not None
+    size = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
+    return size == found.shadow.nbytes() // shadows.wide(tensor.dtype).itemsize
 
 
 def _view(storage: torch.UntypedStorage, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -268,8 +236,8 @@ def _has_same_layout(tensor: torch.Tensor, value: torch.Tensor) -> bool:
 
 aten = torch.ops.aten
 
-_HALF_TO_FLOAT = (aten._softmax.default, aten._log_softmax.default)
-"""Ops that can be told to widen: they refuse that for what is wide already."""
+HALF_TO_FLOAT = (aten._softmax.default, aten._log_softmax.default)
+"""Ops with an argument ``half_to_float``, which wide inputs do not support."""
 
 _EMPTY = tuple(
     getattr(aten, name)
@@ -280,32 +248,24 @@ _EMPTY = tuple(
 MOVES = frozenset(
     f"aten::{name}"
     for name in (
-        *(
-            "clone",
-            "_unsafe_view",
-            "unsafe_split",
-            "cat",
-            "stack",
-            "gather",
-            "index",
-            "index_select",
-        ),
+        *("clone", "_unsafe_view", "unsafe_split", "cat", "stack", "gather", "index"),
+        *("index_select",),
         *("embedding", "where", "masked_fill", "relu", "threshold", "neg", "abs", "flip", "roll"),
         *("constant_pad_nd", "repeat", "max_pool2d_with_indices", "sort", "topk", "max", "min"),
     )
 )
-"""Ops that round nothing: they move and choose."""
+"""Ops that do not round: they move and choose elements."""
 
 
 _SAVING = (
     *("aten::native_", "aten::_native_", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"),
     *("aten::_scaled_dot_product_", "aten::_fused_rms_norm", "aten::_flash_", "aten::_efficient_"),
 )
-"""How ops are called whose results but the first are for the backward alone."""
+"""Prefixes of ops whose results after the first are only saved for the backward."""
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors of a tree."""
+    """Returns the tensors of a tree."""
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
@@ -315,11 +275,11 @@ class OpFacts:
 
     Attributes:
         name: ``"aten::addmm"``.
-        writes: Positions and names of arguments that it writes to.
-        is_view: Whether it only looks at its input in another way.
-        is_random: Whether it takes random numbers.
-        is_empty: Whether it makes memory with nothing in it.
-        saves: Whether its results but the first are for the backward alone.
+        writes: Positions and names of arguments that the op writes.
+        is_view: True if the results are views of an input.
+        is_random: True if the op draws random numbers.
+        is_empty: True if the op allocates uninitialized memory.
+        saves: True if results after the first are only saved for the backward.
     """
 
     name: str
@@ -330,7 +290,7 @@ class OpFacts:
     saves: bool
 
     def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors that a call writes to."""
+        """Returns the tensors that a call writes."""
         found = []
         for index, name in self.writes:
             value = args[index] if index < len(args) else kwargs.get(name)
@@ -343,7 +303,12 @@ def facts_of(op: OpOverload) -> OpFacts:
     """Returns the facts about an op."""
     schema = op._schema
     arguments = list(enumerate(schema.arguments))
-    writes = tuple((i, a.name) for i, a in arguments if _is_written(a))
+    writes = tuple(
+        (position, argument.name)
+        for position, argument in arguments
+        if argument.name in _STATISTICS
+        or (argument.alias_info is not None and argument.alias_info.is_write)
+    )
     returns = [result.alias_info for result in schema.returns]
     is_view = bool(returns) and not writes and all(alias is not None for alias in returns)
     return OpFacts(
@@ -357,80 +322,22 @@ def facts_of(op: OpOverload) -> OpFacts:
 
 
 _STATISTICS = ("running_mean", "running_var")
-"""Arguments that kernels of batch normalization write to, though their schemas do not say so."""
-
-
-def _is_written(argument: torch.Argument) -> bool:
-    alias = argument.alias_info
-    return argument.name in _STATISTICS or (alias is not None and alias.is_write)
-
-
-def in_reference(
-    op: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    swap: Callable[[torch.Tensor], torch.Tensor],
-    reference: torch.dtype,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with tensors swapped, and wide dtypes where it names low ones."""
-
-    def change(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return swap(value)
-        return wide_dtype(value, reference) if isinstance(value, torch.dtype) else value
-
-    args, kwargs = pytree.tree_map(change, (args, kwargs))
-    if op in _HALF_TO_FLOAT and len(args) == 3:
-        args = (*args[:2], False)
-    return args, kwargs
-
-
-def names_low_dtype(args: tuple[Any, ...], kwargs: dict[str, Any], reference: torch.dtype) -> bool:
-    """Returns True if a call asks for a dtype below the reference."""
-    return any(
-        isinstance(value, torch.dtype) and wide_dtype(value, reference) != value
-        for value in (*args, *kwargs.values())
-    )
+"""Arguments that kernels of batch normalization write, although their schemas do not say so."""
 
 
 @contextlib.contextmanager
 def below_everything() -> Iterator[None]:
-    """Neither autocast, nor autograd, nor function modes see what is run inside.
-
-    Relies on ``_DisableAutocast``, ``_AutoDispatchBelowAutograd`` and ``DisableTorchFunction``.
-    """
+    """Context manager in which autocast, autograd and function modes see no op."""
     with DisableAutocast(), DispatchBelowAutograd(), DisableTorchFunction():
         yield
 
 
-def random_state(device: torch.device) -> Callable[[], None]:
-    """Takes the state of the random numbers of a device; call what is returned to go back."""
-    if device.type == "cpu":
-        state = torch.get_rng_state()
-        return lambda: torch.set_rng_state(state)
-    module = getattr(torch, device.type)
-    state = module.get_rng_state(device)
-    return lambda: module.set_rng_state(state, device)
-
-
-def python_random_state() -> Callable[[], None]:
-    """Takes the states of ``random`` and of NumPy, if that is there; call it to go back."""
-    numpy: Any = sys.modules.get("numpy")
-    ours = random.getstate()
-    theirs = numpy.random.get_state() if numpy is not None else None
-
-    def go_back() -> None:
-        random.setstate(ours)
-        if theirs is not None:
-            numpy.random.set_state(theirs)
-
-    return go_back
-
-
-def dropped_out(shadow: torch.Tensor, args: tuple[Any, ...], mask: torch.Tensor) -> torch.Tensor:
-    """``native_dropout`` of a shadow, with the mask that the low program has drawn."""
+def dropped_out(
+    shadow: torch.Tensor, args: tuple[Any, ...], mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the results of ``native_dropout`` of a shadow, with the mask of the low program."""
     probability, is_training = args[1], args[2]
     if is_training is False:
-        return shadow.clone()
+        return shadow.clone(), mask
     scale = 1 / (1 - probability) if probability < 1 else 0.0
-    return shadow * mask * scale
+    return shadow * mask * scale, mask

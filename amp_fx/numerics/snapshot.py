@@ -1,4 +1,4 @@
-"""Saves the part of a report that is kept beside a test, and compares two such snapshots."""
+"""Snapshots: the parts of reports that tests compare."""
 
 from __future__ import annotations
 
@@ -22,23 +22,22 @@ if TYPE_CHECKING:
     from amp_fx.numerics.records import OpRecord
 
 SCHEMA = 1
-"""The number of the form of a snapshot."""
+"""The version of the format of a snapshot."""
 FACTOR = 4.0
-"""How much errors may differ. Errors of many elements hardly depend on the machine: it is how often
-a kernel rounds that differs, once or a few times per op. Four is two bits; a wrong dtype between
-bfloat16, float16 and float32 changes an error by eight or more."""
+"""The largest accepted ratio of errors. Machines differ in how often a kernel rounds, once or a few
+times per op. Four is two bits; another dtype changes an error by a factor of eight or more."""
 LEAST_ELEMENTS = 8
-"""Errors of smaller results are a matter of chance."""
+"""Errors of results with fewer elements depend on chance."""
 
 _MOVING = ("_to_copy", "clone", "copy_", "_unsafe_view", "unsafe_split", "contiguous")
-"""Kernels that move or cast: how many there are is the torch version's affair."""
+"""Kernels that move or cast; their number depends on the version of torch."""
 
 Change = tuple[str, str, str, str]
-"""NodeLocation, what it is, before, now."""
+"""The module, the item, and its values before and now."""
 
 
 def of(report: Any) -> dict[str, Any]:
-    """The snapshot of a report, as JSON has it."""
+    """Returns the snapshot of a report as JSON types."""
     if not isinstance(report, AccuracyReport):
         raise AccuracyError("a snapshot is of one dtype: call check once for each")
     known = {"loss": report.loss_magnitude or 0.0}
@@ -67,7 +66,7 @@ def of(report: Any) -> dict[str, Any]:
 
 
 def _problem(report: AccuracyReport) -> str | None:
-    """Returns where the reference program becomes infinite or NaN; older snapshots lack it."""
+    """Describes where the reference becomes infinite or NaN; older snapshots lack this entry."""
     at = report.reference_problem
     return (
         None if at is None else f"infinite or NaN, first {at.label} in {at.module or report.model}"
@@ -81,7 +80,7 @@ def _ratio(value: float | None, whole: float) -> float | None:
 
 
 def _modules(nodes: tuple[OpRecord, ...]) -> dict[str, Any]:
-    """Per module the largest error of its forward, and how often each op ran in which dtype."""
+    """Returns the largest error of the forward, and the dtypes of each op, by module."""
     found: dict[str, Any] = {}
     for node in nodes:
         kernel = node.kernel.removeprefix("aten::")
@@ -96,15 +95,15 @@ def _modules(nodes: tuple[OpRecord, ...]) -> dict[str, Any]:
 
 
 def changes(old: dict[str, Any], new: dict[str, Any], factor: float) -> list[Change]:
-    """Returns the differences, a row each.
+    """Returns the differences as rows.
 
-    Under another torch version the numbers of kernels and ops that have no name in a policy are
-    not compared: the same program then runs as other kernels.
+    Another version of torch runs other kernels, so their number, and ops without a name in a
+    policy, are not compared then.
 
     Args:
         old: The committed snapshot.
-        new: That of this run.
-        factor: How many times larger or smaller an error may be.
+        new: The snapshot of this run.
+        factor: The largest accepted ratio of errors.
     """
     if old.get("schema") != new["schema"]:
         return [("", "schema", str(old.get("schema")), str(new["schema"]))]
@@ -148,7 +147,7 @@ def _dtypes(counts: dict[str, int]) -> str:
 
 
 def _error_changes(old: dict[str, Any], new: dict[str, Any], factor: float) -> Iterator[Change]:
-    """Errors; that of the loss is one number, small by chance, and compared with its spread."""
+    """Yields errors that differ. That of the loss may be small by chance, so its spread counts."""
     unit = UNIT.get(new["options"]["dtype"], 0.0) / 4
     spread = max(_float(old["loss_error_by_chance"]), unit)
     if old["loss_error"] is None or new["loss_error"] is None:
@@ -177,7 +176,7 @@ def _float(value: Any) -> float:
 
 
 def table(rows: Iterable[Change], before: str = "snapshot", after: str = "now") -> Table:
-    """The changes as a table."""
+    """Returns the changes as a table."""
     names = ("where", "what", before, after)
     found = new_table(*names, folded=names)
     for row in rows:
@@ -190,28 +189,26 @@ class ReportDiff(Report):
     """The differences between two reports.
 
     Attributes:
-        before: The first one.
-        after: The second one.
+        before: The first report.
+        after: The second report.
     """
+
+    computed, omitted = ("rows",), ("before", "after")
 
     before: AccuracyReport
     after: AccuracyReport
 
     @property
     def rows(self) -> list[Change]:
-        """NodeLocation, what differs, before and after: suspects, dtypes of ops, and errors."""
+        """Module, item, and values before and after: suspects, dtypes of ops, errors."""
         return changes(of(self.before), of(self.after), FACTOR)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The rows."""
-        return {"rows": [list(row) for row in self.rows]}
 
     def _render(self) -> RenderableType:
         return table(self.rows, "before", "after")
 
 
 def where_made(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Describes the torch that made the snapshot."""
+    """Names the versions of torch of both snapshots."""
     if old.get("torch") == new["torch"]:
         return f"Both are of torch {new['torch']}."
     return f"The snapshot is of torch {old.get('torch')}, this run of {new['torch']}."

@@ -1,13 +1,17 @@
-"""Keeps what is the user's as it was: buffers, gradients, random numbers.
+"""Restores the user's state after a run: tensors, gradients, attributes and random numbers.
 
-Nothing has to be known of the program: the first write to a storage that the run has not made
-itself is noticed, and what was there before is kept aside.
+The guard knows nothing about the program. Before an op writes to a storage that the run did not
+allocate, the guard copies the storage.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import random
+import sys
+from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,57 +23,54 @@ from amp_fx.numerics.storages import Marks, address_of
 from amp_fx.torch_private.fake_tensors import FakeTensor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
 
 class StateGuard:
-    """The state that a run may write to, as it was before."""
+    """State of the user that a run may change.
 
-    def __init__(
-        self,
-        modules: Iterable[torch.nn.Module] = (),
-        optimizers: Iterable[torch.optim.Optimizer] = (),
-    ) -> None:
-        self.has_wrappers = self.has_sizes = False
+    Args:
+        owners: Objects whose attributes are restored.
+    """
+
+    def __init__(self, owners: Iterable[Any] = ()) -> None:
+        self.has_wrappers = self.has_meta_tensors = False
         self._dtypes: set[torch.dtype] = set()
         self._parameter_dtypes: set[torch.dtype] = set()
-        self._others: list[_Attributes | _OptimizerState] = [
-            *(_Attributes(m) for root in modules for m in root.modules()),
-            *map(_OptimizerState, optimizers),
-        ]
-        self._histories: dict[int, torch.Tensor] = {}
-        self._made: Marks[None] = Marks()
-        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._attributes: dict[int, SavedAttributes] = {}
+        self._bases: dict[int, torch.Tensor] = {}
+        self._allocated: Marks[None] = Marks()
+        self._storages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        for owner in owners:
+            self.hold(owner)
 
-    def hold(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keeps the state of an optimizer that was not known before its step."""
-        known = (each for each in self._others if isinstance(each, _OptimizerState))
-        if not any(each.optimizer is optimizer for each in known):
-            self._others.append(_OptimizerState(optimizer))
+    def hold(self, owner: Any) -> None:
+        """Saves the attributes of an object, unless they are saved already."""
+        if id(owner) not in self._attributes:
+            self._attributes[id(owner)] = SavedAttributes(owner)
 
-    def is_aside(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Returns True if an op is on what the program itself keeps sizes in, on ``meta``.
+    def is_size_computation(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Returns True if an op computes sizes for the program, on ``meta``.
 
-        Tensors that stand for others do, and formulas of forward gradients, by themselves.
+        Tensor subclasses and the formulas of forward-mode gradients do so.
         """
         are_meta = [t.is_meta or isinstance(t, FakeTensor) for t in tensors]
-        return any(are_meta) and (self.has_wrappers or (self.has_sizes and all(are_meta)))
+        return any(are_meta) and (self.has_wrappers or (self.has_meta_tensors and all(are_meta)))
 
-    def look_at(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Takes down the tensors that an op is called with."""
+    def note_inputs(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Notes the dtypes of an op's inputs, and the gradients of leaves among them."""
         for tensor in tensors:
-            refuse_strange(tensor)
+            check_has_data(tensor)
             if tensor.is_floating_point():
                 self._dtypes.add(tensor.dtype)
                 if isinstance(tensor, torch.nn.Parameter):
                     self._parameter_dtypes.add(tensor.dtype)
-            if not tensor.requires_grad or not tensor.is_leaf or id(tensor) in self._leaves:
-                continue
-            self._leaves[id(tensor)] = (tensor, tensor.grad)
+            if tensor.requires_grad and tensor.is_leaf:
+                self._leaves.setdefault(id(tensor), (tensor, tensor.grad))
 
-    def refuse_other_dtypes(self) -> None:
-        """Refuses a program of which nothing is in float32."""
+    def check_float32(self) -> None:
+        """Raises an error if the program has no float32 tensor."""
         found = self._parameter_dtypes or self._dtypes
         if not found:
             raise AccuracyError(
@@ -84,129 +85,165 @@ class StateGuard:
             f"float32 {what}s" + ("; call .float() on it" if self._parameter_dtypes else "")
         )
 
-    def note_made(self, results: Any, tensors: Iterable[torch.Tensor]) -> None:
-        """Takes down what an op has made, of the tensors that it was called with."""
+    def note_results(self, results: Any, tensors: Iterable[torch.Tensor]) -> None:
+        """Notes the storages that an op allocated, given its inputs."""
         given = {address_of(t) for t in tensors if t.layout is torch.strided}
         for result in tensors_in(results):
             if result.is_meta:
-                self.has_sizes = True
+                self.has_meta_tensors = True
                 continue
             is_plain = result.layout is torch.strided and not is_wrapped(result)
-            if is_plain and not self._made.has(result) and address_of(result) not in given:
-                self._made.put(result, None)
+            if is_plain and not self.is_allocated(result) and address_of(result) not in given:
+                self._allocated.put(result, None)
 
-    def is_made(self, tensor: torch.Tensor) -> bool:
-        """Returns True if the run has made a tensor's storage itself."""
-        return self._made.has(tensor)
+    def is_allocated(self, tensor: torch.Tensor) -> bool:
+        """Returns True if the run allocated the storage of a tensor."""
+        return self._allocated.has(tensor)
 
     def save(self, written: Iterable[torch.Tensor]) -> None:
-        """Keeps what is about to be written to, if it is the user's."""
+        """Copies the user's tensors before an op writes to them."""
         for tensor in written:
-            if tensor.layout is not torch.strided or self.is_made(tensor):
+            if tensor.layout is not torch.strided or self.is_allocated(tensor):
                 continue
             storage, address = tensor.untyped_storage(), address_of(tensor)
             base = tensor._base if tensor._base is not None else tensor
             if base.grad_fn is None:
-                self._histories[id(base)] = base
-            if address in self._kept:
+                self._bases[id(base)] = base
+            if address in self._storages:
                 continue
             with torch.inference_mode(False), below_everything():
                 whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
                 whole.set_(storage, 0, (storage.nbytes(),), (1,))
-                self._kept[address] = (whole, whole.clone())
-
-    def save_all(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keeps tensors that compiled code may write to, unseen, and their gradients."""
-        several = list(tensors)
-        self.look_at(several)
-        self.save(several)
+                self._storages[address] = (whole, whole.clone())
 
     def restore(self) -> None:
-        """Puts back what was written to."""
+        """Restores the state."""
         with torch.no_grad(), below_everything():
-            for whole, before in self._kept.values():
+            for whole, before in self._storages.values():
                 if whole.untyped_storage().nbytes() >= before.nbytes:
                     whole.copy_(before)  # else the program has freed it, as FSDP2 does
-            for base in self._histories.values():
+            for base in self._bases.values():
                 if base.grad_fn is not None:
                     base.detach_()
-        for other in self._others:
-            other.restore()
-        self._histories.clear()
-        for leaf, gradient in self._leaves.values():
+        for saved in self._attributes.values():
+            saved.restore()
+        for leaf, gradient in self.leaves():
             if leaf.grad is not gradient:
                 leaf.grad = gradient
-        self._kept.clear()
+        self._bases.clear()
+        self._storages.clear()
 
     def leaves(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """The leaves that were met, and the gradients that they had."""
+        """Returns the leaves that ops read, and the gradients that these had before."""
         return list(self._leaves.values())
 
 
-class _Attributes:
-    """The objects that the attributes of a module are bound to."""
+class SavedAttributes:
+    """The attributes of an object, with the contents of dictionaries and lists among them."""
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module, self._class = module, type(module)
-        self._plain = dict(vars(module))
-        self._tables = {n: dict(v) for n, v in self._plain.items() if n in _TABLES}
-
-    def restore(self) -> None:
-        if type(self._module) is not self._class:
-            return  # a lazy module has made its parameters
-        found = vars(self._module)
-        for name in [name for name in found if name not in self._plain]:
-            del found[name]
-        found.update(self._plain)
-        for name, table in self._tables.items():
-            if not _is_same(found[name], table):
-                found[name].clear()
-                found[name].update(table)
-
-
-class _OptimizerState:
-    """The state of an optimizer without tensors, and its options."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self._states = {p: dict(state) for p, state in optimizer.state.items()}
-        self._groups = [(group, dict(group)) for group in optimizer.param_groups]
+    def __init__(self, owner: Any) -> None:
+        self._owner, self._class = owner, type(owner)
+        self._contents: dict[int, tuple[Any, Any]] = {}
+        pending: list[Any] = [vars(owner)]
+        while pending:
+            container = pending.pop()
+            if id(container) not in self._contents:
+                self._contents[id(container)] = container, container.copy()
+                pending += [v for v in _members(container) if type(v) in _CONTAINERS]
 
     def restore(self) -> None:
-        states = self.optimizer.state
-        for parameter in [p for p in states if p not in self._states]:
-            del states[parameter]
-        for parameter, before in self._states.items():
-            states[parameter].clear()
-            states[parameter].update(before)
-        self.optimizer.param_groups[:] = [group for group, _ in self._groups]
-        for group, before in self._groups:
-            group.clear()
-            group.update(before)
+        """Restores changed containers in place."""
+        if type(self._owner) is not self._class:
+            return  # a lazy module has created its parameters
+        for container, before in self._contents.values():
+            if [*map(id, _members(container))] != [*map(id, _members(before))]:
+                container.clear()
+                fill = container.update if isinstance(container, dict) else container.extend
+                fill(before)
 
 
-_TABLES = ("_parameters", "_buffers", "_modules")
+_CONTAINERS = (dict, OrderedDict, defaultdict, list)
 
 
-def _is_same(found: dict[str, Any], table: dict[str, Any]) -> bool:
-    return found.keys() == table.keys() and all(found[name] is table[name] for name in table)
+def _members(container: Any) -> list[Any]:
+    is_dict = isinstance(container, dict)
+    return [*container, *container.values()] if is_dict else container
+
+
+def parameters_of(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Returns the parameters of optimizers."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def random_state(device: torch.device) -> Callable[[], None]:
+    """Saves the random state of a device; returns a function that restores it."""
+    if device.type == "cpu":
+        return functools.partial(torch.set_rng_state, torch.get_rng_state())
+    module = getattr(torch, device.type)
+    return functools.partial(module.set_rng_state, module.get_rng_state(device), device)
+
+
+def random_states() -> Callable[[], None]:
+    """Saves the random states of torch, NumPy and Python; returns a function that restores them."""
+    devices = [torch.device("cpu")]
+    for kind in ("cuda", "xpu"):
+        module = getattr(torch, kind)
+        count = module.device_count() if module.is_available() else 0
+        devices += [torch.device(kind, index) for index in range(count)]
+    states = [random_state(device) for device in devices]
+    states.append(functools.partial(random.setstate, random.getstate()))
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        states.append(functools.partial(numpy.random.set_state, numpy.random.get_state()))
+
+    def restore() -> None:
+        for each in states:
+            each()
+
+    return restore
+
+
+@contextlib.contextmanager
+def undisturbed(guard: StateGuard, *, is_eager: bool = True) -> Iterator[Callable[[], None]]:
+    """Context manager that restores the state and the random numbers at the end.
+
+    Yields a function that restores the random numbers at once. With ``is_eager``, compiled code
+    runs eagerly, so that each op is observed and Dynamo compiles nothing.
+    """
+    rewind = random_states()
+    try:
+        with torch.compiler.set_stance("force_eager" if is_eager else "default"):
+            yield rewind
+    finally:
+        guard.restore()
+        rewind()
 
 
 def modules_of(step: Any) -> list[torch.nn.Module]:
-    """The modules that a step is or knows: those of its variables, its closure and its object."""
+    """Returns the modules of a step: itself, or those of its variables and of its object."""
     return list(dict.fromkeys(v for v in known_to(step) if isinstance(v, torch.nn.Module)))
 
 
 def leaves_of(step: Any) -> list[torch.Tensor]:
-    """The tensors that a step knows by itself, outside of modules."""
+    """Returns the leaf tensors among a step's variables, without those of modules."""
     return [v for v in known_to(step) if isinstance(v, torch.Tensor) and v.is_leaf]
 
 
-def guard_of(step: Any, *others: torch.optim.Optimizer) -> StateGuard:
-    """Returns a guard that restores modules, optimizers and tensors after a step."""
-    optimizers = [v for v in known_to(step) if isinstance(v, torch.optim.Optimizer)]
-    optimizers += others
-    return StateGuard(modules_of(step), dict.fromkeys(optimizers))
+_HELD = (torch.optim.Optimizer, torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
+"""Classes whose objects are restored, besides modules."""
+
+
+def guard_of(step: Any, *others: Any) -> StateGuard:
+    """Returns a guard for the modules, optimizers, scalers and schedulers of a step.
+
+    Args:
+        step: The step.
+        others: Other objects whose attributes are restored.
+    """
+    modules = [module for root in modules_of(step) for module in root.modules()]
+    held = [value for value in known_to(step) if isinstance(value, _HELD)]
+    return StateGuard([*modules, *held, *others])
 
 
 def known_to(step: Any) -> list[Any]:
@@ -241,8 +278,8 @@ def has_content(cell: Any) -> bool:
     return True
 
 
-def refuse_strange(tensor: torch.Tensor) -> None:
-    """Refuses what has no numbers."""
+def check_has_data(tensor: torch.Tensor) -> None:
+    """Raises an error for a tensor without data: fake, or on ``meta``."""
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
         kind = "fake" if isinstance(tensor, FakeTensor) else "on the meta device"
         raise AccuracyError(

@@ -1,4 +1,4 @@
-"""Marks on the storages of tensors, which keep no storage alive."""
+"""Marks on the storages of tensors, which do not extend the lifetime of a storage."""
 
 from __future__ import annotations
 
@@ -13,33 +13,22 @@ T = TypeVar("T")
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """The address of a tensor's storage: equal for tensors that share one."""
+    """Returns the address of a tensor's storage, which views share."""
     return cast("int", tensor.untyped_storage()._cdata)
 
 
-class StorageReference:
-    """A weak reference to a storage; as long as it is held no other one has its address.
-
-    Relies on ``StorageWeakRef``, and on what is weakly referred to keeping its place in memory.
-    """
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-
-    def is_dead(self) -> bool:
-        """Returns True if nobody else holds the storage."""
-        return bool(self._reference.expired())
-
-
 SWEEP_EVERY = 64
-"""Marks after which those of dead storages are removed."""
+"""The number of new marks after which those of dead storages are removed."""
 
 
 class Marks(Generic[T]):
-    """A dictionary whose keys are storages, and which keeps none of them alive."""
+    """Dictionary with weak references to storages as keys.
+
+    Relies on ``StorageWeakRef``: no other storage has the address of one with a weak reference.
+    """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[StorageReference, T]] = {}
+        self._entries: dict[int, tuple[Any, T]] = {}
         self._num_new = 0
 
     def has(self, tensor: torch.Tensor) -> bool:
@@ -56,9 +45,9 @@ class Marks(Generic[T]):
         self._num_new += 1
         if self._num_new >= SWEEP_EVERY:
             self._num_new = 0
-            for address in [a for a, (alive, _) in self._entries.items() if alive.is_dead()]:
+            for address in [a for a, (alive, _) in self._entries.items() if alive.expired()]:
                 del self._entries[address]
-        reference = StorageReference(tensor.untyped_storage())
+        reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self._entries[address_of(tensor)] = (reference, mark)
 
     def pop(self, tensor: torch.Tensor) -> None:

@@ -1,9 +1,9 @@
-"""Finds measured ops that do harm: thresholds, groups, and their order.
+"""Finds the ops of a report that cause harm: thresholds, groups and their order.
 
-No measure is enough alone. To first order the effect on the loss tells everything, as long as
-errors are small; where one op destroys its result, it tells nothing, and what finds those are
-overflow, the error of the op itself, and how far it amplifies what comes in. What is small in
-norm, such as a probability that becomes zero, is no harm and not told.
+No single measure is enough. As long as errors are small, the first-order effect on the loss is. If
+an op destroys its result, that effect says nothing; overflows, the op's own error and its
+amplification of errors find such ops. Elements that are small in norm, such as a probability that
+becomes zero, are harmless and not reported.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from amp_fx.numerics.records import (
     OpRecord,
     Suspect,
     flush_words,
+    grouped,
     number,
     overflow_words,
     share,
@@ -33,22 +34,24 @@ if TYPE_CHECKING:
     from amp_fx.policies.policy import Policy
 
 HOPS = 4
-"""How far up the cause of an overflow or a cancellation is looked for."""
+"""The number of ops upstream in which the cause of an overflow or a cancellation may be."""
 FEW_FLIPS = 0.05
-"""The share of discrete elements that may differ because values were near to each other."""
+"""The share of discrete elements that may differ because two values were close."""
 
 
 class OpGraph:
-    """The ops of a report, and which of them made the inputs of which."""
+    """The ops of a report, with edges from the ops that made their inputs."""
 
     def __init__(self, nodes: Sequence[OpRecord]) -> None:
         self.nodes = nodes
         self._by_index = {node.index: node for node in nodes}
 
     def upstream(self, node: OpRecord, *, is_inside: bool = False) -> list[OpRecord]:
-        """The ops that made its inputs and those of these, the nearest first, ``HOPS`` far.
+        """Returns the ops upstream of an op, the nearest first.
 
-        With ``is_inside`` it goes as far as the ops of its module do.
+        Args:
+            node: The op.
+            is_inside: True for all ops of the same module; else at most ``HOPS`` edges.
         """
         found: dict[int, OpRecord] = {}
         level = [node]
@@ -63,9 +66,9 @@ class OpGraph:
         return list(found.values())
 
     def maker_of_error(self, node: OpRecord) -> OpRecord:
-        """The op that made most of an error: up the largest, to where half of it is the op's own.
+        """Follows the largest input error upstream to the op that introduced it.
 
-        Indices and masks pass errors on, though they have none in numbers.
+        Indices and masks propagate errors although they have none themselves.
         """
         seen = {node.index}
         while node.local < node.accumulated / 2 or not node.is_float:
@@ -79,12 +82,11 @@ class OpGraph:
 
     @functools.cached_property
     def chosen(self) -> frozenset[int]:
-        """The ops of the forward that take elements of which a few were chosen otherwise.
+        """The ops of the forward downstream of a choice that differs in few elements.
 
-        Where two values are near to each other, it is chance which of them is the larger one: one
-        token goes to another expert, and sorted by experts all others stand elsewhere. The error
-        of what is taken is then as large as the numbers, and no harm. What counts is how many
-        elements differ in the first discrete result.
+        If two values are close, chance decides which is larger: one token goes to another expert,
+        and all others move if tokens are sorted by expert. The errors of the moved elements are
+        large and harmless. The share of elements that differ in the first discrete result counts.
         """
         shares: dict[int, float] = {}
         found = set()
@@ -99,13 +101,13 @@ class OpGraph:
 
     @functools.cached_property
     def entered(self) -> dict[int, float]:
-        """The errors with which what ops of the forward work on came into their modules."""
+        """The largest error of the inputs of the module, for each op of the forward."""
         found: dict[int, float] = {}
         for node in self._forward():
             errors = [node.accumulated if node.index in self.chosen else 0.0]
             for index in node.inputs:
                 above = self._by_index.get(index)
-                if above is None:  # it was not measured
+                if above is None:  # not measured
                     errors.append(node.accumulated_in)
                 elif above.module == node.module:
                     errors.append(found.get(index, above.accumulated))
@@ -118,59 +120,59 @@ class OpGraph:
         return [node for node in self.nodes if node.stage == "forward"]
 
     def inputs(self, node: OpRecord) -> list[OpRecord]:
-        """The ops that made its inputs, as far as they were measured."""
+        """Returns the measured ops that made the inputs of an op."""
         return [self._by_index[i] for i in node.inputs if i in self._by_index]
 
 
 def weight_of(nodes: Sequence[OpRecord]) -> float:
-    """Sums the effects of ops on the loss, with the signs of their errors or random ones."""
+    """Returns the effect of ops on the loss: the sum, or that with random signs if it is larger."""
     signed = abs(sum(n.effect or 0.0 for n in nodes))
     return max(signed, math.hypot(*(n.effect_rms for n in nodes)))
 
 
 LOCAL_UNITS = 8.0
-"""Roundings that an op's own error may amount to: a sound kernel makes about half a one."""
+"""The largest harmless error of an op itself, in roundings; a sound kernel has about half."""
 FLOAT8_UNITS = 2.0
-"""The same of a product in float8, whose roundings are 16 or 32 times as large."""
+"""The same for a product in float8, whose roundings are 16 or 32 times as large."""
 AMPLIFICATION = 30.0
-"""How much an op may amplify an error ..."""
+"""The amplification of an error from which an op is a suspect, ..."""
 CANCELLED = 0.03
-"""... that then is at least so large, of the result."""
+"""... if its relative error is at least this large."""
 GROWTH = 20.0
-"""How much errors may grow over several ops of one module, from what comes into it ..."""
+"""The growth of errors over several ops of one module from which these are suspects, ..."""
 GROWN = 0.05
-"""... to that, of a result."""
+"""... if the relative error of a result is at least this large."""
 LEAST_ELEMENTS = 8
-"""Smaller results may be small by chance."""
+"""Errors of results with fewer elements depend on chance."""
 EFFECT_UNITS, LEAST_EFFECT = 1.5, 0.002
-"""The part of the loss that alike ops of one place may move it by, to first order, in units of one
-rounding, and what it is at least."""
+"""The largest harmless change of the loss by equal ops of one module, relative to the loss: in
+roundings, and its lower bound."""
 MANY = 64
-"""From so many ops on a quarter of it is enough: their errors then have a common sign."""
+"""The number of ops from which a quarter is enough: so many errors have a common sign."""
 LOST_GRADIENT = 0.5
-"""The part of a gradient's norm that flushing to zero may take."""
+"""The largest harmless share of a gradient's norm that is flushed to zero."""
 WRONG_GRADIENT, AMPLIFIED_GRADIENT = 0.2, 5.0
-"""The relative error of all gradients that is looked into if no op of the forward is at fault, and
-how much its op amplifies errors; sound models have one of 0.04 at most."""
+"""The relative error of all gradients from which the backward has a suspect, if the forward has
+none, and the amplification of that op. Sound models have a relative error of at most 0.04."""
 PASSED_ON = 4.0
-"""An op that amplifies more than that passes on what another one has rounded."""
+"""An op that amplifies errors more than this propagates the rounding of another op."""
 
 LOW = "lower_precision_fp"
-"""What products that do not stand float8 go back to."""
+"""The treatment of products for which float8 is too imprecise."""
 _DIVISIONS = ("div", "reciprocal", "rsqrt", "log", "log2", "log10", "pow", "true_divide", "digamma")
 _DIFFERENCES = ("add", "sub", "rsub", "add_", "sub_")
 
 
 @dataclasses.dataclass(frozen=True)
 class _Finding:
-    """One op that is over a threshold.
+    """One op above a threshold.
 
     Attributes:
-        kind: As in ``Suspect``.
-        at: The op where it shows.
-        mend: The op that a policy has to run in float32.
-        score: How far over the threshold it is.
-        why: A sentence, where it needs no group.
+        kind: The kind of the suspect.
+        at: The op that is above the threshold.
+        mend: The op to run in float32.
+        score: The ratio of the measure to its threshold.
+        why: The reason, in one sentence.
     """
 
     kind: str
@@ -183,11 +185,16 @@ class _Finding:
 def find_suspects(
     nodes: Sequence[OpRecord], loss: float | None, *, room: float = 1.0, gradient_error: float = 0.0
 ) -> tuple[Suspect, ...]:
-    """The ops that do harm, the worst first.
+    """Returns the ops that cause harm: overflows in order of time, then others by their scores.
 
-    ``room`` says how many times larger the scale of the loss may be; what that keeps from being
-    flushed to zero is not a fault of the op. Overflows come first, by time; then what else harms
-    the forward, and then the backward, by how far it is over its threshold.
+    The forward comes before the backward.
+
+    Args:
+        nodes: The ops of a report.
+        loss: The size of the loss; None if effects are unknown.
+        room: The factor by which the scale of the loss may grow. Gradients that a larger scale
+            preserves are no fault of the op.
+        gradient_error: The relative error of all gradients.
     """
     graph = OpGraph(nodes)
     findings = [f for node in nodes for f in _findings(node, graph, room)]
@@ -197,14 +204,15 @@ def find_suspects(
         findings += _effects(nodes, loss)
     if not findings and gradient_error >= WRONG_GRADIENT:
         findings += _wrong_gradients(graph, gradient_error)
-    suspects = sorted(map(_suspect, _groups(findings)), key=_rank)
+    groups = grouped(findings, _alike).values()
+    suspects = sorted(map(_suspect, groups), key=_rank)
     return tuple(_without_repetitions(suspects))
 
 
 def _rank(suspect: Suspect) -> tuple[float, float]:
     if suspect.kind == "overflow":
         return (0 if suspect.stage == "forward" else 2), suspect.members[0]
-    if suspect.kind == "integers":  # the cause of what is cancelled after it
+    if suspect.kind == "integers":  # the cause of a later cancellation
         return 0.5, -suspect.score
     return (1 if suspect.stage == "forward" else 3), -suspect.score
 
@@ -241,8 +249,8 @@ def _forward_findings(node: OpRecord, graph: OpGraph) -> Iterator[_Finding]:
         yield _Finding(kind, node, node, units / most, why)
     if node.integers:
         exact = round(1 / UNIT[node.dtype])
-        why = f"integers up to {node.integers:.0f} enter it rounded: "
-        why += f"{node.dtype} holds all integers up to {exact} only"
+        why = f"its inputs are rounded integers up to {node.integers:.0f}: "
+        why += f"{node.dtype} represents all integers up to {exact}, but not above"
         yield _Finding("integers", node, node, node.integers / exact, why)
     is_large = node.amplification >= AMPLIFICATION and node.accumulated >= CANCELLED
     if is_large and _is_telling(node) and node.index not in graph.chosen:
@@ -250,7 +258,7 @@ def _forward_findings(node: OpRecord, graph: OpGraph) -> Iterator[_Finding]:
 
 
 def _is_telling(node: OpRecord) -> bool:
-    """Returns True if its error is one of numbers, and of so many that it is none by chance."""
+    """Returns True if an error is finite, and has too many elements to depend on chance."""
     return node.numel >= LEAST_ELEMENTS and math.isfinite(node.accumulated)
 
 
@@ -269,14 +277,14 @@ def _overflow(node: OpRecord, graph: OpGraph) -> _Finding:
 
 
 def _singularity(node: OpRecord, graph: OpGraph) -> _Finding:
-    """The op mended is the one whose rounding reached zero, or where else it is infinite."""
+    """Blames the op whose rounding reached zero, or else the op that becomes infinite."""
     why = f"{node.singular} of {node.numel} elements become infinite or NaN"
     above = [n for n in graph.upstream(node) if n.stage == node.stage and n.dtype in UNIT]
     inside = [n for n in above if n.module == node.module]
     most = max((n.underflow for n in inside or above), default=0.0)
     flushed = [n for n in inside or above if n.flushed and n.underflow >= most / 4]
     rounded = [n for n in inside or above if n.local > 0 and n.amplification < PASSED_ON]
-    # A difference shows what its inputs have lost, and the first flush brings on the others.
+    # A difference shows the errors of its inputs, and the first flush causes later ones.
     makers = [n for n in rounded if n.kernel.removeprefix("aten::") not in _DIFFERENCES]
     cause = next(iter([*reversed(flushed), *makers, *rounded]), node)
     if cause is not node:
@@ -300,7 +308,7 @@ def _cancellation(node: OpRecord, graph: OpGraph) -> _Finding:
 
 
 def _growths(graph: OpGraph, blamed: set[str]) -> Iterator[_Finding]:
-    """Modules in which errors grow over several ops, none of which is over a threshold alone."""
+    """Yields modules in which errors grow over several ops, none above a threshold by itself."""
     unit = max((UNIT[n.dtype] for n in graph.nodes if n.dtype in UNIT), default=0.0)
     worst: dict[str, tuple[float, OpRecord]] = {}
     for node in graph.nodes:
@@ -315,11 +323,9 @@ def _growths(graph: OpGraph, blamed: set[str]) -> Iterator[_Finding]:
 
 
 def _growth(node: OpRecord, growth: float, graph: OpGraph) -> _Finding:
-    """The ops to mend are those of one name whose errors do most to the loss together."""
-    alike: dict[str, list[OpRecord]] = {}
-    for above in [node, *graph.upstream(node, is_inside=True)]:
-        if above.local > 0:
-            alike.setdefault(above.label, []).append(above)
+    """Blames the ops of one name whose errors together change the loss most."""
+    above = [node, *graph.upstream(node, is_inside=True)]
+    alike = grouped((n for n in above if n.local > 0), lambda n: n.label)
     several = max(alike.values(), key=weight_of, default=[node])
     if not weight_of(several):
         maker = graph.maker_of_error(node)
@@ -327,12 +333,12 @@ def _growth(node: OpRecord, growth: float, graph: OpGraph) -> _Finding:
     cause = max(several, key=lambda n: (abs(n.effect or 0.0), n.local))
     why = f"errors grow {growth:.0f} times in the module, to {number(node.accumulated)}"
     why += f" in `{node.label}`" if node.label != cause.label else ""
-    why += f"; {len(several)} ops of it round" if len(several) > 1 else ""
+    why += f"; {len(several)} such ops round" if len(several) > 1 else ""
     return _Finding("growth", node, cause, growth / GROWTH, why)
 
 
 def _wrong_gradients(graph: OpGraph, gradient_error: float) -> Iterator[_Finding]:
-    """The op whose backward amplifies errors to the largest one, where nothing else tells."""
+    """Yields the op whose backward amplifies errors to the largest one."""
     backward = [n for n in graph.nodes if n.stage == "backward" and _is_telling(n)]
     kept = [n for n in backward if n.underflow < LOST_GRADIENT / 2]
     found = [n for n in kept if n.amplification >= AMPLIFIED_GRADIENT]
@@ -350,31 +356,24 @@ def _wrong_gradients(graph: OpGraph, gradient_error: float) -> Iterator[_Finding
 
 
 def _effects(nodes: Iterable[OpRecord], loss: float) -> Iterator[_Finding]:
-    places: dict[tuple[str, str], list[OpRecord]] = {}
-    for node in nodes:
-        if node.effect is not None and node.dtype in UNIT and not node.overflows:
-            places.setdefault((node.module, node.label), []).append(node)
-    for several in places.values():
+    known = (n for n in nodes if n.effect is not None and n.dtype in UNIT and not n.overflows)
+    for several in grouped(known, lambda n: (n.module, n.label)).values():
         moved = sum(n.effect or 0.0 for n in several)
         part = abs(moved) / loss
         threshold = max(EFFECT_UNITS * max(UNIT[n.dtype] for n in several), LEAST_EFFECT)
         threshold = threshold / 4 if len(several) >= MANY else threshold
         if part <= threshold or not math.isfinite(part):
             continue
-        count = f"{len(several)} ops of it together move" if len(several) > 1 else "moves"
+        count = f"{len(several)} such ops together move" if len(several) > 1 else "moves"
         why = f"{count} the loss by {number(moved)}, {share(part)} of it"
         worst = max(several, key=lambda n: abs(n.effect or 0.0))
         yield _Finding("effect", worst, worst, part / threshold, why)
 
 
-def _groups(findings: Iterable[_Finding]) -> list[list[_Finding]]:
-    """Alike ones in like modules together."""
-    groups: dict[tuple[str, ...], list[_Finding]] = {}
-    for found in findings:
-        module = without_numbers(found.mend.module)
-        key = (found.kind, found.mend.stage, module, found.mend.label, found.mend.dtype)
-        groups.setdefault(key, []).append(found)
-    return list(groups.values())
+def _alike(found: _Finding) -> tuple[str, ...]:
+    """Returns the key of findings that become one suspect."""
+    mend = found.mend
+    return found.kind, mend.stage, without_numbers(mend.module), mend.label, mend.dtype
 
 
 def _suspect(group: list[_Finding]) -> Suspect:
@@ -400,7 +399,7 @@ def _suspect(group: list[_Finding]) -> Suspect:
 
 
 def _without_repetitions(suspects: Iterable[Suspect]) -> Iterator[Suspect]:
-    """One line for each op: the first."""
+    """Yields the first suspect of each op."""
     seen: set[tuple[str, str, str]] = set()
     for suspect in suspects:
         key = (suspect.stage, suspect.module, suspect.op)
@@ -410,7 +409,7 @@ def _without_repetitions(suspects: Iterable[Suspect]) -> Iterator[Suspect]:
 
 
 def common_pattern(paths: Sequence[str]) -> str:
-    """One pattern for paths that differ in numbers only: ``h.*.attn``."""
+    """Returns one pattern for paths that only differ in numbers: ``h.*.attn``."""
     columns = zip(*(re.split(r"(\d+)", path) for path in paths), strict=True)
     return "".join(column[0] if len({*column}) == 1 else "*" for column in columns)
 
@@ -418,10 +417,12 @@ def common_pattern(paths: Sequence[str]) -> str:
 def with_reasons(
     policy: Policy, entries: Iterable[tuple[str, str, str]], treatment: str = "fp32"
 ) -> Policy:
-    """A policy with some ops of modules in float32, and the reasons for a file.
+    """Returns a policy with overrides for ops of modules, and their reasons for a file.
 
-    Entries are module patterns (``""`` is the whole program), ops (``""`` is all of the module)
-    and reasons.
+    Args:
+        policy: The policy to start from.
+        entries: Patterns of modules (``""`` for the program), ops (``""`` for all) and reasons.
+        treatment: The treatment of the ops.
     """
     for pattern, op, why in entries:
         value = {op: treatment} if op else treatment
@@ -432,7 +433,7 @@ def with_reasons(
 
 
 def policy_of_suspects(suspects: Iterable[Suspect], base: Policy) -> Policy:
-    """A policy: suspects of the forward run in float32, those in float8 in the low dtype."""
+    """Returns a policy with suspects of the forward in float32, float8 ones in the low dtype."""
     found = [s for s in suspects if (s.stage == "forward" or s.recipe) and s.is_mendable]
     for is_float8, treatment in ((False, "fp32"), (True, LOW)):
         chosen = [s for s in found if bool(s.recipe) is is_float8]

@@ -1,9 +1,8 @@
-"""A trace: the ops that a program ran, with their places and their values, in memory or in a file.
+"""Traces: the ops that a program ran, with locations and values, in memory or in a file.
 
-A trace in memory holds all elements. One for a file holds a sample of each result, which stays
-small, and a digest of all bytes, which says whether two results are equal. The file is what
-``torch.save`` writes of a dictionary with lists, strings, numbers and one tensor of bytes, so that
-``torch.load(path, weights_only=True)`` reads it.
+A trace in memory has all elements. A trace for a file has a sample of each result, to stay small,
+and a digest of all bytes, to compare results. The file is a dictionary of lists, strings, numbers
+and one tensor of bytes, which ``torch.load(path, weights_only=True)`` reads.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ if TYPE_CHECKING:
     from amp_fx.torch_private.ops import OpOverload
 
 SCHEMA = 1
-"""The number of the form of a file."""
+"""The version of the file format."""
 SAMPLE = 256
-"""The most elements of a result that a file holds."""
+"""The largest number of elements of a result in a file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,14 +44,14 @@ class TracedOp:
 
     Attributes:
         stage: ``"forward"``, ``"backward"``, or ``"result"``: an output or a gradient.
-        module: The path of the innermost module around it, in the backward that of its forward.
+        module: The path of the innermost module; in the backward, that of the forward.
         op: The name of the op (``"addmm"``), or of the output or gradient.
-        source: Its line in the program: ``"model.py:12: y = x @ w"``; empty if unknown.
+        source: The line in the program: ``"model.py:12: y = x @ w"``; empty if unknown.
         dtype: The dtype of the result.
         shape: The sizes of the result.
         inputs: The numbers of the ops that made its inputs.
         digest: A hash of all bytes of the result; empty if ``values`` holds all elements.
-        values: The elements in a row, or a sample of them.
+        values: The elements in one dimension, or a sample of them.
     """
 
     stage: str
@@ -73,7 +72,7 @@ class Trace:
     """The ops that a program ran, in order.
 
     Attributes:
-        name: The name of the program, how it ran, and by which torch.
+        name: The name of the program, eager or the compiler, and the version of torch.
         ops: The ops.
     """
 
@@ -104,9 +103,9 @@ class Trace:
 
         Args:
             stage: ``"forward"``, ``"backward"`` or ``"result"``.
-            place: Its module and line.
+            place: The module and line of the op.
             op: The name of the op.
-            result: Its result, which the program may write to later.
+            result: The result, which the program may overwrite later.
             inputs: The numbers of the ops that made its inputs.
         """
         values, digest = result.detach().reshape(-1), ""
@@ -143,7 +142,7 @@ class Trace:
         """Reads a file.
 
         Raises:
-            OptionError: There is no such file, or it is no trace.
+            OptionError: The file does not exist or is not a trace.
         """
         try:
             found = torch.load(path, weights_only=True)
@@ -164,12 +163,12 @@ class Trace:
         return trace
 
     def __repr__(self) -> str:
-        """One line."""
+        """Returns one line."""
         return f"<Trace of {self.name}: {len(self.ops)} results>"
 
 
 def sampled(size: int) -> int:
-    """Returns how many of the elements of a result a file holds."""
+    """Returns the number of elements of a result in a file."""
     step = max(1, -(-size // SAMPLE))
     return -(-size // step)
 
@@ -187,7 +186,7 @@ def op_label(op: OpOverload) -> str:
 
 
 class TraceMode(Recorder):  # type: ignore[no-untyped-call]
-    """Runs a program as it is, and adds its results to a trace."""
+    """Runs a program unchanged, and adds its results to a trace."""
 
     def __init__(self, guard: StateGuard, trace: Trace) -> None:
         super().__init__(guard)

@@ -1,4 +1,4 @@
-"""Compares two traces: the first difference, who amplifies it, and what differs by rounding."""
+"""Compares two traces: the first difference, ops that amplify it, and differences by rounding."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rich.text import Text
 
 from amp_fx.numerics.equality import Difference, compare
 from amp_fx.numerics.measures import relative
-from amp_fx.numerics.records import UNIT, number
+from amp_fx.numerics.records import UNIT, grouped, number
 from amp_fx.numerics.shadow import MOVES
-from amp_fx.reports import Report, as_plain, dtype_cell, new_table
+from amp_fx.reports import Report, dtype_cell, new_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from amp_fx.numerics.trace import Trace, TracedOp
 
 MOST = 12
-"""Rows of the table."""
+"""The largest number of rows of the table."""
 ROUNDINGS = 8.0
-"""How many times the error of its inputs, or one rounding, an op by itself may differ."""
+"""The largest error of an op by rounding, relative to that of its inputs or to one rounding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +36,13 @@ class OpDifference:
 
     Attributes:
         stage: ``"forward"``, ``"backward"`` or ``"result"``.
-        module: The path of its module.
+        module: The path of the module.
         op: The name of the op.
-        source: Its line in the program: ``"model.py:12: y = x @ w"``.
-        dtypes: The dtype of its result in each trace.
-        difference: How its result differs.
+        source: The line in the program: ``"model.py:12: y = x @ w"``.
+        dtypes: The dtype of the result in each trace.
+        difference: The difference of the results.
         error: The relative difference (L2) of the results, or of the samples of them.
-        error_in: The largest one of its inputs.
+        error_in: The largest relative difference of the inputs.
     """
 
     stage: str
@@ -62,15 +62,15 @@ class OpDifference:
 
     @property
     def is_rounding(self) -> bool:
-        """True if the op runs in one dtype, and differs by rounding or because its inputs do.
+        """True if the op has one dtype, and differs by rounding or because its inputs differ.
 
-        True for results of the program: no inputs of theirs are known.
+        True for outputs and gradients of the program, whose inputs are unknown.
         """
         is_same_dtype = self.dtypes[0] == self.dtypes[1]
         return is_same_dtype and (self.stage == "result" or self.amplification <= ROUNDINGS)
 
     def __str__(self) -> str:
-        """A line."""
+        """Returns one line."""
         where = f" in {self.module}" if self.module else ""
         stage = "the backward of " if self.stage == "backward" else ""
         source = f" ({self.source})" if self.source else ""
@@ -88,7 +88,7 @@ def op_differences(
     there is such an op.
 
     Args:
-        before: The trace that is compared with.
+        before: The first trace.
         after: The other one.
         part: Returns the part of an op of ``after`` that an op of ``before`` is compared with; by
             default ops of equal shapes are compared.
@@ -134,17 +134,14 @@ def _added(trace: Trace, op: TracedOp, known: set[int]) -> TracedOp | None:
 
 
 def aligned(before: Trace, after: Trace, *, has_shapes: bool = True) -> list[tuple[int, int]]:
-    """Returns the indexs of ops that two traces have in common, in the order of the first.
+    """Returns the indices of ops that two traces have in common, in the order of the first.
 
-    In each module the longest common sequences of ops are aligned; a module's ops may run before
-    or after those of another one.
+    The longest common sequences of ops are aligned in each module; the order of modules may differ.
     """
 
     def groups(trace: Trace) -> dict[tuple[str, str], list[int]]:
-        found: dict[tuple[str, str], list[int]] = {}
-        for index, op in enumerate(trace.ops):
-            found.setdefault((op.stage, op.module), []).append(index)
-        return found
+        ops = trace.ops
+        return grouped(range(len(ops)), lambda index: (ops[index].stage, ops[index].module))
 
     def keys(trace: Trace, members: list[int]) -> list[Any]:
         ops = [trace.ops[index] for index in members]
@@ -167,12 +164,14 @@ class TraceDiff(Report):
 
     Attributes:
         before: The name of the first trace.
-        after: The name of the second one.
-        num_aligned: How many results both have.
-        only_before: How many results the first trace alone has.
-        only_after: How many results the second trace alone has.
+        after: The name of the second trace.
+        num_aligned: The number of results in both traces.
+        only_before: The number of results only in the first trace.
+        only_after: The number of results only in the second trace.
         ops: The results that differ, in order.
     """
+
+    computed = ("first", "amplifiers")
 
     before: str
     after: str
@@ -183,22 +182,14 @@ class TraceDiff(Report):
 
     @property
     def first(self) -> OpDifference | None:
-        """The first difference; None without any."""
+        """The first difference; None without differences."""
         return self.ops[0] if self.ops else None
 
     @property
     def amplifiers(self) -> tuple[OpDifference, ...]:
-        """The ops that differ by more than rounding, the one that amplifies most first."""
+        """The ops that differ by more than rounding, the largest amplification first."""
         found = [op for op in self.ops if not op.is_rounding]
         return tuple(sorted(found, key=lambda op: -op.amplification))
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields by name, ``first``, and ``amplifiers``."""
-        amplifiers = [dataclasses.asdict(op) for op in self.amplifiers]
-        first = None if self.first is None else dataclasses.asdict(self.first)
-        fields = {**dataclasses.asdict(self), "first": first, "amplifiers": amplifiers}
-        plain: dict[str, Any] = as_plain(fields)
-        return plain
 
     def _render(self) -> RenderableType:
         counts = (
@@ -231,12 +222,12 @@ class TraceDiff(Report):
         return Group(*texts, Text(""), table)
 
     def __repr__(self) -> str:
-        """One line."""
+        """Returns one line."""
         return f"<TraceDiff: {len(self.ops)} of {self.num_aligned} results differ>"
 
 
 def _error(before: torch.Tensor, after: torch.Tensor) -> float:
-    """The relative difference (L2); infinite where one side alone is not finite."""
+    """Returns the relative difference (L2); infinite if one side alone is not finite."""
     one, other = before.double().cpu(), after.double().cpu()
     is_same = (one == other) | (one.isnan() & other.isnan())
     error, size = torch.where(is_same, 0.0, one - other), torch.where(is_same, 0.0, one)

@@ -1,4 +1,4 @@
-"""Runs a step several times from the same state, and collects what it leaves."""
+"""Runs a step several times from the same state, and collects its results."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.numerics.running import undisturbed
 from amp_fx.numerics.shadow import tensors_in
-from amp_fx.numerics.state import guard_of, leaves_of, modules_of
+from amp_fx.numerics.state import guard_of, leaves_of, modules_of, parameters_of, undisturbed
 from amp_fx.torch_private import pytree
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Trial:
-    """One program with its inputs and state, to be run again and again from the same start."""
+    """A program with inputs and state, which runs repeatedly from the same start."""
 
     def __init__(
         self,
@@ -37,38 +36,43 @@ class Trial:
         self.loss, self.optimizer = loss, optimizer
         self.num_steps = steps if optimizer is not None else 1
         self.outputs: Any = None
-        """Copies of what the last run has returned."""
+        """Copies of the outputs of the last run."""
         modules = modules_of(step)
-        self.parameters = _named([*(m.named_parameters() for m in modules), _others(step)])
+        leaves = (leaf for leaf in leaves_of(step) if not isinstance(leaf, torch.nn.Parameter))
+        others = (("tensor", leaf) for leaf in leaves)
+        self.parameters = _named([*(m.named_parameters() for m in modules), others])
         self.buffers = _named([m.named_buffers() for m in modules])
-        groups = optimizer.param_groups if optimizer else ()
-        more = (("parameter of the optimizer", p) for group in groups for p in group["params"])
+        optimizers = [optimizer] if optimizer else []
+        more = (("parameter of the optimizer", p) for p in parameters_of(*optimizers))
         self.parameters |= _named([self.parameters.items(), more])
-        self.guard = guard_of(step, *([optimizer] if optimizer else []))
+        self.guard = guard_of(step, *optimizers)
 
     @contextlib.contextmanager
     def undisturbed(self, *, is_eager: bool = False) -> Iterator[None]:
-        """Puts everything back in the end; compiled code may have to run eagerly inside."""
+        """Context manager that restores the state at the end; see ``state.undisturbed``."""
         with undisturbed(self.guard, is_eager=is_eager) as self._rewind:
             yield
 
     def restore(self) -> None:
-        """Sets state and random numbers to those of before; there are no gradients."""
+        """Restores state and random numbers, and clears gradients."""
         self.guard.restore()
         self._rewind()
         tensors = [*self.parameters.values(), *self.buffers.values()]
         state = self.optimizer.state if self.optimizer is not None else {}
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        self.guard.save_all([*tensors, *grads, *tensors_in([*map(dict, state.values())])])
+        # Compiled code may write to all of them unobserved.
+        tensors += [*grads, *tensors_in([*map(dict, state.values())])]
+        self.guard.note_inputs(tensors)
+        self.guard.save(tensors)
         for parameter in self.parameters.values():
             parameter.grad = None
 
     def run(self, call: Callable[..., Any], watch: Context = contextlib.nullcontext) -> Outcome:
-        """Runs the program from the start; names of what it leaves, and its values.
+        """Runs the program from the start, and returns its results by name.
 
         Args:
-            call: The step, or what was compiled of it.
-            watch: Makes the context of what the step computes, forward and backward.
+            call: The step, or the compiled step.
+            watch: Creates a context for the forward, and one for the backward.
         """
         self.restore()
         found: Outcome = {}
@@ -77,7 +81,7 @@ class Trial:
             args, kwargs = copied((self.args, self.kwargs))
             with self.region(), watch():
                 result = call(*args, **kwargs)
-            self.outputs = _detached(result)
+            self.outputs = detached(result)
             found |= {f"output {i}{when}": t for i, t in enumerate(tensors_in(result))}
             found = {name: value.detach().clone() for name, value in found.items()}
             if all(parameter.grad is None for parameter in self.parameters.values()):
@@ -97,7 +101,7 @@ class Trial:
 
 
 def _named(groups: Iterable[Iterable[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
-    """Each tensor once; a name that another tensor has is followed by a number."""
+    """Returns each tensor once; equal names of several tensors get a number."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in itertools.chain.from_iterable(groups):
@@ -109,16 +113,8 @@ def _named(groups: Iterable[Iterable[tuple[str, torch.Tensor]]]) -> dict[str, to
     return found
 
 
-def _others(step: Callable[..., Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    return (("tensor", leaf) for leaf in leaves_of(step) if not _is_parameter(leaf))
-
-
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter)
-
-
 def _differentiate(result: Any, loss: Callable[[Any], Any] | None, watch: Context) -> None:
-    """Calls the backward of a loss or of all outputs, unless the graph is freed already."""
+    """Runs the backward of a loss or of all outputs, unless the step did so."""
     with watch():
         found = result if loss is None else loss(result)
     outputs = [t for t in tensors_in(found) if t.requires_grad]
@@ -139,12 +135,13 @@ def _differentiate(result: Any, loss: Callable[[Any], Any] | None, watch: Contex
             raise
 
 
-def _detached(tree: Any) -> Any:
+def detached(tree: Any) -> Any:
+    """Returns copies of tensors without gradients."""
     return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), tree)
 
 
 def copied(tree: Any) -> Any:
-    """A copy of inputs, leaves again."""
+    """Returns copies of inputs as leaves."""
     return pytree.tree_map_only(
         torch.Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), tree
     )

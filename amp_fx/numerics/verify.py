@@ -1,4 +1,4 @@
-"""``amp_fx.verify``: whether a compiled program has the bits of eager autocast, and if not, why."""
+"""``amp_fx.verify``: compares a compiled program with eager autocast, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from amp_fx.explanation.running import isolated, optimized
 from amp_fx.numerics.entry import asked_for, device_type_of, low_dtype_of, name_of
 from amp_fx.numerics.equality import differences
 from amp_fx.numerics.graph_trace import traced
-from amp_fx.numerics.invariance import CAUSE, compare_rows
+from amp_fx.numerics.invariance import compare_rows
 from amp_fx.numerics.shadow import compiled_with
 from amp_fx.numerics.trace import Trace
 from amp_fx.numerics.trace_diff import op_differences
@@ -50,11 +50,11 @@ INDUCTOR = (
     ({"numerics": "eager"}, "generated code of an op, which rounds otherwise than ATen's kernel"),
     ({"compiler": "aot_eager"}, "inductor"),
 )
-"""Options that may make bits equal, cheapest first, and what it says of the cause if one does."""
+"""Options that may make bits equal, cheapest first, and the cause if they do."""
 
 
 NEEDED = "a pass that cannot be disabled (insert_casts), or a weight that several graphs cast"
-"""The cause where what Dynamo captures has the bits of eager code."""
+"""The cause if the graphs that Dynamo captures have the bits of eager code."""
 
 
 @takes_inputs_later
@@ -69,32 +69,32 @@ def verify(
     steps: int = 3,
     invariant: bool = False,
 ) -> Callable[..., VerifyReport]:
-    """Compares a compiled program with eager autocast, bit for bit, and names what differs first.
+    """Compares a compiled program with eager autocast, bit for bit, and finds the first difference.
 
     ``amp_fx.verify(model)(x)`` runs the model eagerly under autocast, and compiled by amp_fx under
-    the same region, from the same state and random numbers. Outputs, gradients, buffers and, with
-    an optimizer, the parameters after each step are compared. Everything is put back afterwards.
+    the same region, from the same state and random numbers. It compares outputs, gradients,
+    buffers and, with an optimizer, the parameters after each step. The state is restored.
 
     Args:
         step: A module or a function. If amp_fx compiled it, the options are those that it was
             compiled with.
-        dtype: What low-precision ops run in; by default as ``amp_fx.compile`` has it.
-        policy: Which op is cast how; by default PyTorch's.
+        dtype: The low dtype; by default that of ``amp_fx.compile``.
+        policy: The policy; by default PyTorch's.
         options: Options of the backend (``amp_fx.options.Options``), such as
-            ``{"numerics": "eager"}``; they come on top of those of the compiled step.
-        loss: Gives a scalar of what the step gives. Without it, outputs that require gradients are
-            differentiated with random cotangents.
-        optimizer: Of parameters of the step; it steps after every backward.
-        steps: How many, with an optimizer.
-        invariant: Whether to compare the rows of a batch with each row alone instead, both
-            compiled and without gradients; the report names the first op whose rows differ.
+            ``{"numerics": "eager"}``, in addition to those of the compiled step.
+        loss: Returns a scalar, given the outputs of the step. Without it, outputs that require
+            gradients are differentiated with random cotangents.
+        optimizer: An optimizer of parameters of the step; it steps after every backward.
+        steps: The number of steps with an optimizer.
+        invariant: True to compare the rows of a batch with each row alone instead, both compiled
+            and without gradients. The report then has the first op whose rows differ.
 
     Returns:
-        A function that takes the step's arguments and gives a ``VerifyReport``.
+        A function that takes the step's arguments and returns a ``VerifyReport``.
 
     Raises:
         CompileTargetError: The step is neither a module nor a function.
-        OptionError: An option is unknown or has a value that is not allowed.
+        OptionError: An option is unknown or has an invalid value.
     """
     target, asked = asked_for(step, "amp_fx.verify", dtype, policy)
     own, dynamic = compiled_with(step)
@@ -116,7 +116,7 @@ def verify(
             return autocast(device, dtype, policy=asked.policy)
 
         trial = Trial(target, args, kwargs, region, loss, optimizer, steps)
-        comparison = _Comparison(trial, options, dynamic)
+        comparison = _Verification(trial, options, dynamic)
         with working(f"verifying {name_of(target)}"), trial.undisturbed(), isolated():
             found = comparison.of_rows() if invariant else comparison.with_eager_code()
         return VerifyReport(name_of(target), dtype_name(dtype), device, **found)
@@ -124,7 +124,7 @@ def verify(
     return verify_call
 
 
-class _Comparison:
+class _Verification:
     """Compares a program compiled with some options with eager autocast, or with its rows."""
 
     def __init__(self, trial: Trial, options: dict[str, Any], dynamic: bool | None) -> None:
@@ -159,15 +159,10 @@ class _Comparison:
         """Returns the fields of a report on a batch and its rows."""
         self.trial.restore()
         found = compare_rows(self.trial, self._compiled({}), self.options)
-        return {
-            **found._asdict(),
-            "cause": CAUSE if found.differences else "",
-            "num_graphs": self.num_graphs,
-            "reference": "those of each row alone",
-        }
+        return {**found, "num_graphs": self.num_graphs}
 
     def _compiled(self, more: Mapping[str, Any]) -> Callable[..., Any]:
-        """The program compiled by amp_fx, with options on top."""
+        """Returns the program compiled by amp_fx, with additional options."""
         options = _merged(self.options, more)
 
         def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -181,7 +176,7 @@ class _Comparison:
         return self.trial.run(self._compiled(more))
 
     def _eagerly(self) -> Outcome:
-        """Runs the program, and what is compiled in it, op by op."""
+        """Runs the program eagerly, including compiled code in it."""
         with torch.compiler.set_stance("force_eager"):
             return self.trial.run(self.trial.step)
 
@@ -192,7 +187,7 @@ class _Comparison:
             try:
                 with working(f"trying {more}"):
                     return not differences(expected, self._run(more))
-            except Exception:  # noqa: BLE001 - options that do not go together, whatever is raised
+            except Exception:  # noqa: BLE001 - incompatible options may raise any error
                 return False
 
         if is_equal({"compiler": "eager"}):
@@ -212,10 +207,10 @@ class _Comparison:
         return "Dynamo: what it captures differs, or the program goes on in other graphs", {}
 
     def _first(self, remedy: dict[str, Any], *, in_outputs: bool) -> OpDifference | None:
-        """The first op that the remedy changes, or else rewriting; None if that is unknown.
+        """Returns the first op that the remedy changes, or else rewriting; None if unknown.
 
-        Graphs that return all values may be fused so that they differ nowhere. Then the first op
-        is one that differs in a graph that returns the value of this op alone.
+        Graphs that return all values may be fused otherwise, so that nothing differs. Then the
+        first op is one that differs in a graph that returns the value of this op alone.
         """
 
         def trace(more: Mapping[str, Any], **settings: Any) -> Trace:
@@ -232,9 +227,11 @@ class _Comparison:
             stage = "forward" if in_outputs else "backward"
             if first is not None and first.stage in ("forward", stage):
                 return first
-            with torch.set_grad_enabled(not in_outputs):  # what a backward needs is written, too
+            with torch.set_grad_enabled(
+                not in_outputs
+            ):  # a backward's saved values are written too
                 return _first_alone(trace(remedy), stage, lambda n: trace({}, only=n)) or first
-        except Exception:  # noqa: BLE001 - the comparison stands without the place
+        except Exception:  # noqa: BLE001 - the comparison is valid without the op
             return None
 
 
@@ -262,7 +259,7 @@ def _first_alone(
 
 
 def _merged(options: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with others on top; what is only for inductor goes with another compiler."""
+    """Returns merged options; another compiler drops those of inductor."""
     merged = {**options, **more}
     if merged.get("compiler", "inductor") != "inductor":
         parsed = Options.parse(options)
@@ -275,6 +272,6 @@ def _merged(options: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, An
 
 
 def _passes(options: Mapping[str, Any]) -> list[str]:
-    """Names of the passes that can be disabled, the user's own first."""
+    """Returns the names of the passes that can be disabled, custom ones first."""
     own = [each.name for each in options.get("passes", ())]
     return own + [kind.name for kind in PASSES if not getattr(kind, "is_needed", False)]

@@ -1,4 +1,4 @@
-"""The result of ``amp_fx.verify``."""
+"""The report of ``amp_fx.verify``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 from rich.text import Text
 
-from amp_fx.reports import Report, as_plain
+from amp_fx.reports import Report
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -21,20 +21,22 @@ _MOST = 12
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class VerifyReport(Report):
-    """The result of a comparison of a compiled program with eager autocast, bit by bit.
+    """The result of comparing a compiled program with eager autocast, bit for bit.
 
     Attributes:
-        model: The model's class, or the function's name.
-        dtype: What low-precision ops run in.
-        device_type: Where.
-        num_compared: How many tensors were compared.
-        differences: Those that differ, in the order in which the program makes them.
-        first: The first op whose result differs; None if that is not known.
-        cause: What it stems from; empty without a difference.
-        remedy: Options of the backend with which bits are equal; empty if none are known.
-        num_graphs: How many graphs amp_fx compiled; without any, nothing was verified.
-        reference: What the tensors were compared with.
+        model: The class of the model, or the name of the function.
+        dtype: The low dtype.
+        device_type: The device type.
+        num_compared: The number of compared tensors.
+        differences: The tensors that differ, in the order in which the program computes them.
+        first: The first op whose result differs; None if it is unknown.
+        cause: The cause; empty without a difference.
+        remedy: Options of the backend with which all bits are equal; empty if none are known.
+        num_graphs: The number of graphs that amp_fx compiled; 0 means that nothing was verified.
+        reference: The tensors that were compared with.
     """
+
+    computed = ("is_equal",)
 
     model: str
     dtype: str
@@ -49,13 +51,8 @@ class VerifyReport(Report):
 
     @property
     def is_equal(self) -> bool:
-        """True if every bit is, of a program that was compiled."""
+        """True if a program was compiled and every bit is equal."""
         return not self.differences and self.num_graphs > 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields by name, and ``is_equal``."""
-        plain: dict[str, Any] = as_plain({**dataclasses.asdict(self), "is_equal": self.is_equal})
-        return plain
 
     def _render(self) -> RenderableType:
         head = f"{self.model} on {self.device_type} in {self.dtype}: "
@@ -71,7 +68,3 @@ class VerifyReport(Report):
         lines += [f"cause: {self.cause}"] if self.cause else []
         lines += [f"equal with options={self.remedy}"] if self.remedy else []
         return Group(*(Text(line) for line in lines))
-
-    def __repr__(self) -> str:
-        """One line."""
-        return f"<VerifyReport of {self.model}: {len(self.differences)} differences>"

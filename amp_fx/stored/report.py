@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from amp_fx.explanation.table import folded_path, without_numbers
-from amp_fx.reports import Report, as_plain, dtype_cell, human, new_table, times
+from amp_fx.reports import Report, dtype_cell, human, new_table, times
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -51,6 +51,8 @@ class StorageReport(Report):
         weights: All parameters and buffers, without duplicates.
     """
 
+    computed = ("bytes_before", "bytes")
+
     model: str
     policy: str
     dtype: str
@@ -71,10 +73,6 @@ class StorageReport(Report):
     def bytes(self) -> int:
         """Bytes of all weights now."""
         return sum(weight.bytes for weight in self.weights)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the report as dictionaries, lists, strings and numbers, by field name."""
-        return {**as_plain(self), "bytes_before": self.bytes_before, "bytes": self.bytes}
 
     def _render(self) -> RenderableType:
         head = Text.assemble((self.model, "bold"), f" for {self.device_type} {self.dtype}")

@@ -100,3 +100,18 @@ def test_what_a_checkpoint_computes_again_is_counted_once() -> None:
         return sum(use.count for use in report.uses if use.what == "products")
 
     assert products(is_checkpointed=True) == products(is_checkpointed=False)
+
+
+def test_each_micro_batch_saves_its_own_activations() -> None:
+    """Memory of one is reused by the next, which counts as well."""
+    weight = torch.nn.Parameter(torch.randn(16, 16))
+
+    def saved(parts: int) -> int:
+        def step(x: torch.Tensor) -> None:
+            for _ in range(parts):
+                torch.autograd.backward((x @ weight).sigmoid().square().sum())
+
+        uses = amp_fx.audit(step)(torch.randn(4, 16)).uses
+        return sum(use.count for use in uses if use.what == "saved activations")
+
+    assert saved(64) == 64 * saved(1) > 0

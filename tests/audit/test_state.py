@@ -169,7 +169,7 @@ def test_wrong_arguments_are_refused() -> None:
         amp_fx.audit(model, 3)  # type: ignore[arg-type]
     with pytest.raises(ArgumentTypeError, match="scaler="):
         amp_fx.audit(model, None, model)
-    with pytest.raises(ArgumentTypeError, match=r"amp_fx\.audit takes"):
+    with pytest.raises(ArgumentTypeError, match=r"amp_fx\.audit expects"):
         amp_fx.audit(3)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="whole training step"):
         amp_fx.audit(model)(torch.randn(2, 4))

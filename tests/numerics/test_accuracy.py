@@ -206,16 +206,24 @@ def test_buffers_gradients_random_numbers_and_dynamo_are_left_alone() -> None:
 def test_a_step_that_trains_is_taken_back() -> None:
     net, (x, y) = Bare(), Bare.inputs()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    history: dict[str, list[float]] = {"losses": []}
+    vars(net)["history"] = history
     before = [p.detach().clone() for p in net.parameters()]
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         loss = net(x, y)
         loss.backward()
         optimizer.step()
+        schedule.step()
+        history["losses"].append(float(loss.detach()))
         result: Tensor = loss.detach()
         return result
 
     report = amp_fx.accuracy(step)(x, y)
+    assert (schedule.last_epoch, optimizer.param_groups[0]["lr"]) == (0, 0.1)
+    assert vars(net)["history"] is history
+    assert history == {"losses": []}
     assert all(torch.equal(p, old) for p, old in zip(net.parameters(), before, strict=True))
     assert all(p.grad is None for p in net.parameters())
     assert {g.name for g in report.gradients} == {f"net.{n}" for n, _ in net.named_parameters()}
@@ -353,7 +361,7 @@ def test_json_and_texts() -> None:
     report = amp_fx.accuracy(Bare())(*Bare.inputs())
     again = json.loads(report.to_json())
     assert again == report.to_dict()
-    assert again["schema"] == 2
+    assert again["schema"] == 3
     assert len(again["nodes"]) == len(report.nodes)
     assert {"local", "accumulated", "effect", "sqnr", "headroom"} <= set(again["nodes"][0])
     assert "no suspects" in str(report)

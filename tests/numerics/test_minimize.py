@@ -8,7 +8,7 @@ import statistics
 import hypothesis
 from hypothesis import strategies as st
 
-from amp_fx.numerics.search import Minimized, Minimizer
+from amp_fx.numerics.minimizer import Minimized, Minimizer
 from tests.numerics.other_searches import bisection, ddmin, segments
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_fx.numerics.shadow import (
-    below_everything,
-    facts_of,
-    latest_node_number,
-    number_of,
-    running_node,
-    unseen_writes,
+from amp_fx.numerics.shadow import below_everything, facts_of, number_of
+from amp_fx.numerics.storages import address_of
+from amp_fx.torch_private.autograd import (
+    current_autograd_node,
+    latest_sequence_number,
+    preserve_version_counters,
 )
-from amp_fx.numerics.storages import StorageReference, address_of
 
 aten = torch.ops.aten
 
@@ -26,8 +25,8 @@ class Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seen: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        node = running_node()
-        number = latest_node_number() if node is None else number_of(node)
+        node = current_autograd_node()
+        number = latest_sequence_number() if node is None else number_of(node)
         self.seen.append((func.name(), number))
         return func(*args, **(kwargs or {}))
 
@@ -66,11 +65,11 @@ def test_a_write_in_place_is_followed_by_the_copy_of_what_it_overwrites() -> Non
 def test_addresses_and_references_of_storages() -> None:
     x = torch.randn(4)
     assert address_of(x[1:]) == address_of(x) != address_of(x.clone())
-    reference = StorageReference(x.untyped_storage())
+    reference = StorageWeakRef(x.untyped_storage())  # type: ignore[no-untyped-call]
     address = address_of(x)
-    assert not reference.is_dead()
+    assert not reference.expired()  # type: ignore[no-untyped-call]
     del x
-    assert reference.is_dead()
+    assert reference.expired()  # type: ignore[no-untyped-call]
     assert all(address_of(torch.randn(4)) != address for _ in range(100))
 
 
@@ -84,7 +83,7 @@ def test_nothing_is_seen_from_below() -> None:
 def test_a_write_that_is_taken_back_is_not_seen() -> None:
     x = torch.zeros(3)
     before = x._version
-    with unseen_writes([x]):
+    with preserve_version_counters((x,)):
         x.add_(1)
     assert x._version == before
 

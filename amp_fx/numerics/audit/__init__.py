@@ -1,1 +1,1 @@
-"""Finds in which precision a training step runs, and what is lost."""
+"""Finds the precision of a training step, and losses of precision."""

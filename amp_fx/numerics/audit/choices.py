@@ -30,7 +30,7 @@ ROUTES = frozenset(
         *("masked_scatter", "repeat_interleave", "_grouped_mm"),
     )
 )
-"""Ops that move data to where indices or masks say."""
+"""Ops that move data according to indices or masks."""
 
 GATES = frozenset(("where", "masked_fill", "mul", "mm", "bmm"))
 """Ops that choose between values by a mask, if one of them has a gradient."""
@@ -111,7 +111,7 @@ class ChoiceRule(Rule):
         return next((t for t in event.floats if self._roundings.of(t) is not None), None)
 
     def _follow(self, event: Event, choice: Choice) -> None:
-        """Reports data that a choice moves, else passes it on to what is made of it alone."""
+        """Reports data that a choice moves; else the results are choices too."""
         data = [t for t in event.floats if self._choices.get(t) is None and self._roots_of(t)]
         others = [tensor for tensor in data if not self._roots_of(tensor) & choice.roots]
         if any(event.name in ROUTES or tensor.requires_grad for tensor in others):

@@ -1,4 +1,4 @@
-"""``amp_fx.audit``: in which precision a training step runs, and what is lost."""
+"""``amp_fx.audit``: finds the precision of a training step, and losses of precision."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from amp_fx.numerics.audit.recording import AuditMode
 from amp_fx.numerics.audit.report import AuditReport, merged
 from amp_fx.numerics.audit.rounding import IntegerRule, LossRule, Roundings, UpcastRule
 from amp_fx.numerics.audit.sums import CollectiveRule, GradientRule
-from amp_fx.numerics.audit.updates import ScalerRule, UpdateRule
+from amp_fx.numerics.audit.updates import OptimizerRule, ScalerRule
 from amp_fx.numerics.audit.use_of_regions import LowWeightRule, RegionRule
 from amp_fx.numerics.entry import name_of
 from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
-from amp_fx.numerics.running import loss_of, undisturbed
-from amp_fx.numerics.state import guard_of, known_to, leaves_of, modules_of
+from amp_fx.numerics.running import loss_of
+from amp_fx.numerics.state import (
+    guard_of,
+    known_to,
+    leaves_of,
+    modules_of,
+    parameters_of,
+    undisturbed,
+)
 from amp_fx.progress import working
 from amp_fx.regions.state import no_autocast
-from amp_fx.torch_private import pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from amp_fx.numerics.state import StateGuard
 
 
 def audit(
@@ -37,7 +41,7 @@ def audit(
     optimizer: torch.optim.Optimizer | None = None,
     scaler: torch.amp.GradScaler | None = None,
 ) -> Callable[..., AuditReport]:
-    """Finds in which precision a training step really runs, and what is lost.
+    """Finds the precision in which a training step runs, and losses of precision.
 
     ``amp_fx.audit(step)(*inputs)`` runs one step and observes each op: forward, backward and
     the step of the optimizer. It restores parameters, buffers, gradients, states of optimizers and
@@ -85,41 +89,43 @@ class _Audit:
         self.modules = modules_of(step)
         self.optimizers = [v for v in known if isinstance(v, torch.optim.Optimizer)]
         self.scalers = [v for v in known if isinstance(v, torch.amp.GradScaler)]
-        self.others = [v for v in known if isinstance(v, _RESTORED)]
+        self.generators = [v for v in known if isinstance(v, torch.Generator)]
+        held = (torch.amp.GradScaler, torch.optim.Optimizer, PlainStep)
+        self.guard = guard_of(step, *(v for v in known if isinstance(v, held)))
 
     def run(
         self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> AuditReport:
         """Runs the step, a second time if hooks on saved tensors cannot be used in it."""
-        guard = guard_of(self.step, *self.optimizers)
-        with undisturbed(guard) as rewind, _restored(self.others):
+        with contextlib.ExitStack() as stack, undisturbed(self.guard) as rewind:
+            for generator in self.generators:
+                stack.callback(generator.set_state, generator.get_state())
             try:
-                return self._observe(guard, call, args, kwargs, counts_saved=True)
+                return self._observe(call, args, kwargs, counts_saved=True)
             except RuntimeError as error:
                 if "saved tensor hooks" not in str(error):
                     raise
-            guard.restore()
+            self.guard.restore()
             rewind()
-            return self._observe(guard, call, args, kwargs, counts_saved=False)
+            return self._observe(call, args, kwargs, counts_saved=False)
 
     def _observe(
         self,
-        guard: StateGuard,
         call: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
         counts_saved: bool,
     ) -> AuditReport:
-        mode = AuditMode(guard, self.modules)
+        mode = AuditMode(self.guard, self.modules)
         weights = self._weights()
-        guard.look_at([w for w in weights if w.is_leaf])
-        updates, roundings = UpdateRule(mode), Roundings()
+        self.guard.note_inputs([w for w in weights if w.is_leaf])
+        updates, roundings = OptimizerRule(mode), Roundings()
         losses = LossRule(roundings)
         mode.rules += [
             *(losses, ChoiceRule(roundings), UpcastRule(roundings), IntegerRule(), roundings),
             *(GradientRule(mode, weights), CollectiveRule(mode)),
-            *(RegionRule(mode), LowWeightRule(mode, self._trained() or weights)),
+            *(RegionRule(mode), LowWeightRule(mode, parameters_of(*self.optimizers) or weights)),
             *(updates, ScalerRule(mode, self.scalers)),
         ]
         mode.notes.on_backward = losses.see_root
@@ -142,7 +148,7 @@ class _Audit:
             uses=mode.uses.listed(),
         )
 
-    def _finish(self, mode: AuditMode, loss: torch.Tensor | None, updates: UpdateRule) -> None:
+    def _finish(self, mode: AuditMode, loss: torch.Tensor | None, updates: OptimizerRule) -> None:
         """Calls the backward and steps the optimizer, if the step has not done so."""
         if not mode.num_backwards:
             if loss is None or not loss.requires_grad:
@@ -165,11 +171,9 @@ class _Audit:
     def _weights(self) -> list[torch.Tensor]:
         """Returns the parameters of the step's modules, and other leaves that it knows."""
         parameters = [p for module in self.modules for p in module.parameters()]
-        return list(dict.fromkeys([*parameters, *leaves_of(self.step), *self._trained()]))
-
-    def _trained(self) -> list[torch.Tensor]:
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        return [parameter for group in groups for parameter in group["params"]]
+        return list(
+            dict.fromkeys([*parameters, *leaves_of(self.step), *parameters_of(*self.optimizers)])
+        )
 
     def _count(self, mode: AuditMode) -> None:
         """Counts parameters and buffers by dtype and module."""
@@ -180,36 +184,7 @@ class _Audit:
             for tensor in tensors
         ]
         for what, tensor in dict.fromkeys(members):
-            mode.uses.add(what, [tensor], mode.names.module_of(tensor))
-
-
-_RESTORED = (
-    *(torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler, torch.Generator),
-    PlainStep,
-)
-"""Classes whose objects are restored, besides modules and optimizers."""
-
-
-@contextlib.contextmanager
-def _restored(objects: list[Any]) -> Iterator[None]:
-    """Restores the attributes of scalers and schedulers, and the state of generators."""
-    states: list[Any] = [
-        each.get_state() if isinstance(each, torch.Generator) else _copied(each) for each in objects
-    ]
-    try:
-        yield
-    finally:
-        for each, state in zip(objects, states, strict=True):
-            if isinstance(each, torch.Generator):
-                each.set_state(state)
-            else:
-                vars(each).clear()
-                vars(each).update(state)
-
-
-def _copied(value: Any) -> dict[str, Any]:
-    """Returns an object's attributes, with copies of containers but not of what these hold."""
-    return {name: pytree.tree_map(lambda leaf: leaf, v) for name, v in vars(value).items()}
+            mode.uses.add(what, [tensor], mode.places.module_of(tensor))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """Observes the ops of a training step, and counts them by dtype and module.
 
-Each op becomes an ``Event``, which every rule sees once. A rule remembers what it knows about a
-tensor as a mark on the tensor's storage (``Marks``), so that views share it.
+Each op becomes an ``Event``, which every rule gets once. A rule stores facts about a tensor as a
+mark on the tensor's storage (``Marks``), so that views share it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from amp_fx.dtypes import dtype_name
 from amp_fx.numerics.audit.regions import Regions
 from amp_fx.numerics.audit.report import Use
 from amp_fx.numerics.recorder import Recorder
-from amp_fx.numerics.shadow import facts_of, is_wrapped, running_node, tensors_in
-from amp_fx.numerics.storages import address_of
+from amp_fx.numerics.shadow import facts_of, is_wrapped, tensors_in
+from amp_fx.numerics.storages import Marks
+from amp_fx.torch_private.autograd import current_autograd_node
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -133,7 +134,7 @@ class Uses:
 
 
 class AuditMode(Recorder):  # type: ignore[no-untyped-call]
-    """Runs a step as it is, and shows each op to rules."""
+    """Runs a step unchanged, and passes each op to rules."""
 
     def __init__(self, guard: StateGuard, modules: Iterable[torch.nn.Module]) -> None:
         super().__init__(guard, modules)
@@ -143,7 +144,7 @@ class AuditMode(Recorder):  # type: ignore[no-untyped-call]
         self.is_updating = False
         self.num_backwards = 0
         """The number of ops of a backward."""
-        self._saved: set[int] = set()
+        self._saved: Marks[None] = Marks()
 
     def run(
         self,
@@ -154,7 +155,7 @@ class AuditMode(Recorder):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Runs an op, and describes it to the rules."""
         is_sum = op is torch.ops.aten.add_.Tensor and is_below_float32(tensors[0].dtype)
-        node = running_node()
+        node = current_autograd_node()
         before = tensors[0].detach().clone() if is_sum and node is not None else None
         results = op(*args, **kwargs)
         # A closure of an optimizer, as LBFGS calls it, is a forward and a backward.
@@ -163,7 +164,7 @@ class AuditMode(Recorder):  # type: ignore[no-untyped-call]
         stage, site, _ = self.place("", tensors)
         self.num_backwards += stage == "backward"
         if stage != "backward" and node is not None:
-            return results  # a checkpoint repeats it
+            return results  # a checkpoint repeats the op
         name = op._schema.name.partition("::")[2]
         device = next((t.device.type for t in tensors), "cpu")
         event = Event(
@@ -180,13 +181,13 @@ class AuditMode(Recorder):  # type: ignore[no-untyped-call]
             flops=_flops(op, args, kwargs, results),
             before=before,
         )
-        self._tell(event, is_view=facts_of(op).is_view)
+        self._pass_on(event, is_view=facts_of(op).is_view)
         return results
 
-    def _tell(self, event: Event, *, is_view: bool) -> None:
-        """Counts an op and shows it to the rules, which see views only in a backward.
+    def _pass_on(self, event: Event, *, is_view: bool) -> None:
+        """Counts an op and passes it to the rules, which get views only in a backward.
 
-        Sparse and quantized tensors have no storage of elements: rules do not see their ops.
+        Rules do not get ops on sparse and quantized tensors, which have no storage of elements.
         """
         tensors, module = event.tensors + event.results, event.site.module
         if event.flops or event.name.startswith("_scaled_dot_product"):
@@ -208,11 +209,11 @@ class AuditMode(Recorder):  # type: ignore[no-untyped-call]
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         """Counts a tensor that autograd saves for the backward."""
-        if not self.is_paused and tensor.layout is torch.strided and not is_wrapped(tensor):
-            address = address_of(tensor)
-            if address not in self._saved and self.guard.is_made(tensor):
-                self._saved.add(address)
-                self.uses.add("saved activations", [tensor], self.here().module)
+        if self.is_paused or tensor.layout is not torch.strided or is_wrapped(tensor):
+            return tensor
+        if not self._saved.has(tensor) and self.guard.is_allocated(tensor):
+            self._saved.put(tensor, None)
+            self.uses.add("saved activations", [tensor], self.here().module)
         return tensor
 
 

@@ -45,14 +45,15 @@ class Regions:
 
     def __init__(self, here: Callable[[], NodeLocation]) -> None:
         self._here = here
-        self._open: list[Region] = []
+        self.entered: list[Region] = []
+        """The regions that the step is in, outermost first."""
         self._replaced: dict[str, Any] = {}
 
     def __enter__(self) -> Regions:
         for device_type in autocast_device_types():
             if torch.is_autocast_enabled(device_type):
                 dtype = torch.get_autocast_dtype(device_type)
-                self._open.append(Region(device_type, dtype, True, True, NodeLocation()))
+                self.entered.append(Region(device_type, dtype, True, True, NodeLocation()))
         self._replace("__init__", self._created)
         self._replace("__enter__", self._entering)
         self._replace("__exit__", self._leaving)
@@ -64,15 +65,11 @@ class Regions:
 
     def close(self) -> None:
         """Forgets the regions around the audit, for code that runs outside of regions."""
-        self._open.clear()
-
-    def open(self) -> list[Region]:
-        """Returns the regions that the step is in, outermost first."""
-        return self._open
+        self.entered.clear()
 
     def innermost(self, device_type: str) -> Region | None:
         """Returns the innermost region of a device type that is entered."""
-        regions = (each for each in reversed(self._open) if each.device_type == device_type)
+        regions = (each for each in reversed(self.entered) if each.device_type == device_type)
         return next(regions, None)
 
     def _replace(self, name: str, before: Callable[..., None]) -> None:
@@ -85,24 +82,18 @@ class Regions:
 
         setattr(torch.autocast, name, replacement)
 
-    def _created(
-        self,
-        region: torch.autocast,
-        device_type: str,  # noqa: ARG002
-        dtype: torch.dtype | None = None,  # noqa: ARG002
-        enabled: bool = True,
-        cache_enabled: bool | None = None,  # noqa: ARG002
-    ) -> None:
-        vars(region)["_amp_fx_is_asked"] = enabled
+    def _created(self, region: torch.autocast, *args: Any, **kwargs: Any) -> None:
+        positional = args[2] if len(args) > 2 else True
+        vars(region)["_amp_fx_is_asked"] = kwargs.get("enabled", positional)
 
     def _entering(self, region: torch.autocast) -> None:
         enabled = bool(region._enabled)
         is_asked = bool(vars(region).get("_amp_fx_is_asked", enabled))
         dtype = region.fast_dtype
         assert dtype is not None
-        self._open.append(Region(region.device, dtype, enabled, is_asked, self._here()))
+        self.entered.append(Region(region.device, dtype, enabled, is_asked, self._here()))
 
     def _leaving(self, region: torch.autocast, *_: object) -> None:
         del region
-        if self._open:
-            self._open.pop()
+        if self.entered:
+            self.entered.pop()

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from amp_fx.explanation.table import folded_path, without_numbers
 from amp_fx.graphs.places import short_path
+from amp_fx.numerics.records import grouped
 from amp_fx.reports import Report, dtype_cell, human, new_table
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ class Finding:
         code: The text of that line.
         message: The cost, in one sentence.
         repair: The change that avoids the cost.
-        count: The number of places in equal modules that this finding stands for.
+        count: The number of repeated modules with this finding.
     """
 
     kind: str
@@ -89,11 +90,10 @@ def new_finding(kind: str, site: NodeLocation, message: str, module: str | None 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Merges findings of one line in equal modules, and sorts them by kind."""
-    groups: dict[tuple[str, ...], list[Finding]] = {}
-    for finding in findings:
-        place = finding.source or finding.message
-        key = (finding.kind, place, without_numbers(finding.module))
-        groups.setdefault(key, []).append(finding)
+    groups = grouped(
+        findings,
+        lambda each: (each.kind, each.source or each.message, without_numbers(each.module)),
+    )
     several = [_merge(group) for group in groups.values()]
     order = list(REPAIRS)
     return tuple(sorted(several, key=lambda finding: order.index(finding.kind)))
@@ -128,7 +128,7 @@ class Use:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AuditReport(Report):
-    """Shows in which precision one training step runs, and what is lost.
+    """Shows the precision of one training step, and losses of precision.
 
     Attributes:
         model: The class of the step, or the name of the function.
@@ -159,9 +159,7 @@ class AuditReport(Report):
             folded=("modules",),
             right=("x", "bytes", "flops"),
         )
-        groups: dict[tuple[str, str], list[Use]] = {}
-        for use in self.uses:
-            groups.setdefault((use.what, use.dtype), []).append(use)
+        groups = grouped(self.uses, lambda use: (use.what, use.dtype))
         for (what, dtype), uses in groups.items():
             flops = sum(use.flops for use in uses)
             table.add_row(
@@ -173,11 +171,6 @@ class AuditReport(Report):
                 _modules(uses),
             )
         return Group(*lines, Text(""), table)
-
-    def __repr__(self) -> str:
-        """Returns one line."""
-        kinds = ", ".join(dict.fromkeys(finding.kind for finding in self.findings))
-        return f"<AuditReport of {self.model}: {kinds or 'no findings'}>"
 
 
 _MOST = 3

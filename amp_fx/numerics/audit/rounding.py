@@ -1,7 +1,7 @@
-"""Findings about values: rounded before a loss, before a choice, or before anything used them.
+"""Findings about values that are rounded before a loss, a choice or any other use.
 
-A cast in the program text is told from a cast of autocast by the function of torch that the
-program called: ``x.bfloat16()`` against ``linear(x, w)``.
+The function of torch that the program called distinguishes a cast in the program text
+(``x.bfloat16()``) from a cast of autocast (``linear(x, w)``).
 """
 
 from __future__ import annotations
@@ -46,17 +46,13 @@ LOSSES = frozenset(
 """Functions of losses whose names do not end in ``_loss``."""
 
 
-def _is_loss(function: str) -> bool:
-    return function in LOSSES or function.endswith("_loss")
-
-
 def is_move(event: Event) -> bool:
     """Returns True if an op passes on the values of its first input."""
     return event.name == "_to_copy" or f"aten::{event.name}" in MOVES
 
 
 @dataclasses.dataclass(frozen=True)
-class Rounding:
+class Rounded:
     """The reason why a tensor has no more precision than a low dtype.
 
     Attributes:
@@ -75,12 +71,12 @@ class Roundings(Rule):
     """
 
     def __init__(self) -> None:
-        self._marks: Marks[Rounding | None] = Marks()
+        self._marks: Marks[Rounded | None] = Marks()
 
-    def of(self, tensor: torch.Tensor) -> Rounding | None:
+    def of(self, tensor: torch.Tensor) -> Rounded | None:
         """Returns the rounding of a tensor; None if it is exact or has full precision."""
         return self._marks.get(
-            tensor, Rounding(tensor.dtype) if is_below_float32(tensor.dtype) else None
+            tensor, Rounded(tensor.dtype) if is_below_float32(tensor.dtype) else None
         )
 
     def see(self, event: Event) -> None:
@@ -98,11 +94,11 @@ class Roundings(Rule):
         if not floats or (is_made and "dropout" not in event.name):
             self._marks.put(result, None)
         elif is_cast and event.function in CASTS and not self._marks.has(floats[0]):
-            self._marks.put(result, Rounding(result.dtype, event.site))
+            self._marks.put(result, Rounded(result.dtype, event.site))
         elif is_move(event) or torch.Tag.pointwise in event.op.tags or "softmax" in event.name:
             is_exact = not is_below_float32(result.dtype) or all(map(self._marks.has, floats))
             if rounding is not None:
-                self._marks.put(result, rounding if len(floats) == 1 else Rounding(rounding.dtype))
+                self._marks.put(result, rounding if len(floats) == 1 else Rounded(rounding.dtype))
             elif is_exact and any(map(self._marks.has, floats)):
                 self._marks.put(result, None)
 
@@ -123,7 +119,8 @@ class LossRule(Rule):
         if event.stage != "forward":
             return
         # A norm by hand ends in a reciprocal root.
-        is_loss = _is_loss(event.function) or event.function == "rsqrt"
+        name = event.function
+        is_loss = name in LOSSES or name.endswith("_loss") or name == "rsqrt"
         is_off = event.region is None or not event.region.is_enabled
         for tensor in event.floats if is_loss or event.function in NORMS else ():
             rounding = self._roundings.of(tensor)
@@ -212,7 +209,7 @@ class IntegerRule(Rule):
 
 
 _LARGEST = 2.0**24
-"""The largest integers that are taken for such; what masks hold is larger."""
+"""The largest value that counts as an integer; the values in masks are larger."""
 
 
 def _rounded(low: torch.Tensor, exact: torch.Tensor) -> float:
@@ -249,7 +246,7 @@ class UpcastRule(Rule):
         self._upcasts: list[Upcast] = []
 
     def see(self, event: Event) -> None:
-        """Notes casts to float32, and what uses their results."""
+        """Notes casts to float32, and the ops that use their results."""
         if event.stage != "forward" or not event.results:
             return
         result = event.results[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +12,12 @@ from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.collectives import group_of
 from amp_fx.numerics.audit.recording import COLLECTIVES, Event, Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
+from amp_fx.numerics.places import frames_above
 from amp_fx.numerics.shadow import is_custom
 from amp_fx.numerics.storages import Marks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import FrameType
 
     from amp_fx.graphs.places import NodeLocation
     from amp_fx.numerics.audit.recording import AuditMode
@@ -93,7 +92,7 @@ class GradientRule(Rule):
     def _see_leaf(self, event: Event, variable: torch.Tensor, *, is_add: bool) -> None:
         if id(variable) not in self._counted:
             self._counted.add(id(variable))
-            module = self._mode.names.module_of(variable)
+            module = self._mode.places.module_of(variable)
             self._mode.uses.add("gradients", event.floats[:1], module)
         if is_add and event.op._schema.is_mutable:
             added = self._added(event)
@@ -103,7 +102,7 @@ class GradientRule(Rule):
             self._see_uses(event, variable)
 
     def _added(self, event: Event) -> _Sum:
-        """Returns the exact sum of what an op added, and of what that is a sum of."""
+        """Returns the exact sum of the inputs of an op, which may be sums themselves."""
         old, new = event.floats
         before = old if event.before is None else event.before
         known = (self._sum_of(old), self._sum_of(new))
@@ -118,7 +117,7 @@ class GradientRule(Rule):
         norm = float(torch.linalg.vector_norm(found.exact))
         difference = float(torch.linalg.vector_norm(low.float() - found.exact))
         error = difference / norm if norm else 0.0
-        name = self._mode.names.of(variable)
+        name = self._mode.places.path_of(variable)
         site = self._first_use.get(id(variable)) if what == "uses" else None
         message = (
             f"The gradients of {found.num_terms} {what} of {name} are added in "
@@ -164,13 +163,11 @@ def _is_sum(args: tuple[Any, ...]) -> bool:
     Ops of torch 2.13 have the reduction as an object that cannot be read. Functions of
     ``torch.distributed`` have it as their argument ``op``.
     """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        is_function = frame.f_code.co_filename == torch.distributed.distributed_c10d.__file__
-        if is_function and "op" in frame.f_locals:
+    file = torch.distributed.distributed_c10d.__file__
+    for frame in frames_above():
+        if frame.f_code.co_filename == file and "op" in frame.f_locals:
             exact = (torch.distributed.ReduceOp.MAX, torch.distributed.ReduceOp.MIN)
             return frame.f_locals["op"] not in exact
-        frame = frame.f_back
     return not any(arg in ("max", "min") for arg in args if isinstance(arg, str))
 
 

@@ -18,6 +18,7 @@ from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.places import NodeLocation
 from amp_fx.numerics.audit.recording import Event, Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
+from amp_fx.numerics.state import parameters_of
 from amp_fx.torch_private import pytree
 from amp_fx.weights.spread import part_of
 
@@ -42,7 +43,7 @@ class _Before:
         parameter: The parameter.
         value: A copy of its value.
         state: Copies of the optimizer's state of the same shape.
-        twin: The parameter in float64, that a twin of the optimizer steps.
+        twin: The parameter in float64, for a twin of the optimizer.
     """
 
     name: str
@@ -52,12 +53,12 @@ class _Before:
     twin: torch.Tensor
 
 
-class UpdateRule(Rule):
+class OptimizerRule(Rule):
     """Finds ``update_lost`` and ``state_low``, and counts optimizer states by dtype.
 
-    A twin of the optimizer makes the same step in float64. An update is lost if it is smaller than
-    half a unit in the last place of the weight, so that the weight stays as it is. Optimizers
-    that keep float32 copies, add up what was lost, or round by chance lose nothing.
+    A twin of the optimizer takes the same step in float64. An update is lost if it is smaller than
+    half a unit in the last place of the weight, so that the weight does not change. Optimizers
+    with float32 copies, compensated sums or stochastic rounding lose nothing.
     """
 
     def __init__(self, mode: AuditMode) -> None:
@@ -67,7 +68,7 @@ class UpdateRule(Rule):
         self.num_steps = 0
         self._handles: list[Any] = []
 
-    def __enter__(self) -> UpdateRule:
+    def __enter__(self) -> OptimizerRule:
         self._handles = [
             register_optimizer_step_pre_hook(self._begin),
             register_optimizer_step_post_hook(self._end),
@@ -91,10 +92,9 @@ class UpdateRule(Rule):
 
     def _prepare(self, optimizer: Any) -> tuple[list[_Before], Any]:
         """Copies parameters and states with low dtypes, and makes a twin of the optimizer."""
-        members = [p for group in optimizer.param_groups for p in group["params"]]
         low = [
             parameter
-            for parameter in members
+            for parameter in parameters_of(optimizer)
             if is_below_float32(parameter.dtype)
             or any(
                 is_below_float32(value.dtype) for value in _state_of(optimizer, parameter).values()
@@ -107,7 +107,7 @@ class UpdateRule(Rule):
         found = []
         for parameter in low:
             state = {k: v.clone() for k, v in _state_of(optimizer, parameter).items()}
-            name = self._mode.names.of(parameter)
+            name = self._mode.places.path_of(parameter)
             value = part_of(parameter).clone()
             found.append(_Before(name, parameter, value, state, twins[parameter]))
         return found, twin
@@ -119,12 +119,11 @@ class UpdateRule(Rule):
         self._mode.is_updating = False
         before, twin = self._before.pop(id(optimizer), ([], None))
         with self._mode.paused(), torch.no_grad():
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    state = dict(optimizer.state.get(parameter, {}))
-                    for tensor in filter(_is_tensor, pytree.tree_leaves(state)):
-                        module = self._mode.names.module_of(parameter)
-                        self._mode.uses.add("optimizer states", [tensor], module)
+            for parameter in parameters_of(optimizer):
+                state = dict(optimizer.state.get(parameter, {}))
+                for tensor in filter(_is_tensor, pytree.tree_leaves(state)):
+                    module = self._mode.places.module_of(parameter)
+                    self._mode.uses.add("optimizer states", [tensor], module)
             if before:
                 _step(twin)
                 self._compare(optimizer, before, twin)
@@ -138,8 +137,10 @@ class UpdateRule(Rule):
             first, _ = lost[0]
             names = ", ".join(f"{each.name} {share:.0%}" for each, share in lost[:3])
             more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            groups = optimizer.param_groups
+            rates = (g["lr"] for g in groups if any(p is first.parameter for p in g["params"]))
             message = (
-                f"At learning rate {_rate(optimizer, first.parameter):g}, elements of {len(lost)} "
+                f"At learning rate {float(next(rates)):g}, elements of {len(lost)} "
                 f"parameters cannot move ({names}{more}): their updates are smaller than half a "
                 f"unit in the last place of {dtype_name(first.parameter.dtype)}."
             )
@@ -189,11 +190,6 @@ def _state_of(optimizer: Any, parameter: torch.Tensor) -> State:
     }
 
 
-def _rate(optimizer: Any, parameter: torch.Tensor) -> float:
-    groups = optimizer.param_groups
-    return next(float(g["lr"]) for g in groups if any(p is parameter for p in g["params"]))
-
-
 def _twin_of(optimizer: Any) -> tuple[Any, dict[torch.Tensor, torch.Tensor]]:
     """Returns a copy of an optimizer in float64, and its parameters by the original ones."""
     scale = getattr(optimizer, "grad_scale", None)  # a fused step divides by it
@@ -227,7 +223,7 @@ def _twin_of(optimizer: Any) -> tuple[Any, dict[torch.Tensor, torch.Tensor]]:
 
 
 def _step(twin: Any) -> None:
-    """Steps a twin, without the hooks of optimizers; one that takes no float64 stays as it is."""
+    """Steps a twin without hooks; one that does not support float64 does not change."""
     step = type(twin).step
     with contextlib.suppress(Exception):
         getattr(step, "__wrapped__", step)(twin)
@@ -237,9 +233,9 @@ class _Loss(NamedTuple):
     """The updates of one parameter that are smaller than half a unit in the last place.
 
     Attributes:
-        share: Those that are lost, of all updates.
-        moved: The number of elements that moved by one unit, though the update is smaller.
-        by_chance: The number that moves if an optimizer rounds up or down by chance.
+        share: The share of lost updates.
+        moved: The number of elements that moved by one unit, although the update is smaller.
+        by_chance: The expected number with stochastic rounding.
     """
 
     share: float = 0.0
@@ -266,7 +262,7 @@ def _loss(optimizer: Any, before: _Before) -> _Loss:
 
 
 def _is_kept(optimizer: Any, before: _Before, update: torch.Tensor, is_lost: torch.Tensor) -> bool:
-    """Returns True if the optimizer's state has the weight in more bits, or what was lost of it."""
+    """Returns True if the optimizer's state has the weight in more bits, or its lost part."""
     places = is_lost.flatten().nonzero().flatten()[:_SAMPLE]
 
     def sample(tensor: torch.Tensor) -> torch.Tensor:

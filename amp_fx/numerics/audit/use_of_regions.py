@@ -1,4 +1,4 @@
-"""Findings about autocast regions: what they do not cast, and a backward inside of one."""
+"""Findings about autocast regions: products that they do not cast, and a backward inside."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class RegionRule(Rule):
         if region is not None and not region.is_asked:
             return  # a region inside turns autocast off on purpose
         has_low = any(is_below_float32(tensor.dtype) for tensor in event.floats)
-        for outer in self._mode.regions.open():
+        for outer in self._mode.regions.entered:
             products = self._products.setdefault(outer, _Products())
             products.is_cast |= has_low
             products.other = products.other or event
@@ -78,7 +78,7 @@ class RegionRule(Rule):
             self._float32.append(event)
 
     def findings(self) -> Iterator[Finding]:
-        """Yields what the regions do not cast, and the backward."""
+        """Yields products that the regions do not cast, and the backward."""
         yield from self._without_effect()
         least = max(LEAST_FLOPS, LEAST_SHARE * self._flops)
         for event in self._float32:
@@ -144,7 +144,7 @@ class LowWeightRule(Rule):
         for tensor in event.floats:
             weight = self._weights.get(address_of(tensor))
             if weight is not None:
-                name = self._mode.names.of(weight)
+                name = self._mode.places.path_of(weight)
                 self._found.setdefault(name, (tensor.dtype, event))
 
     def findings(self) -> Iterator[Finding]:
