@@ -16,7 +16,7 @@ from amp_fx.numerics.audit.recording import AuditMode
 from amp_fx.numerics.audit.report import AuditReport, merged
 from amp_fx.numerics.audit.rounding import IntegerRule, LossRule, Roundings, UpcastRule
 from amp_fx.numerics.audit.sums import CollectiveRule, GradientRule
-from amp_fx.numerics.audit.updates import OptimizerRule, ScalerRule
+from amp_fx.numerics.audit.updates import UpdateRule, ScalerRule
 from amp_fx.numerics.audit.use_of_regions import LowWeightRule, RegionRule
 from amp_fx.numerics.entry import name_of
 from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
@@ -120,7 +120,7 @@ class _Audit:
         mode = AuditMode(self.guard, self.modules)
         weights = self._weights()
         self.guard.note_inputs([w for w in weights if w.is_leaf])
-        updates, roundings = OptimizerRule(mode), Roundings()
+        updates, roundings = UpdateRule(mode), Roundings()
         losses = LossRule(roundings)
         mode.rules += [
             *(losses, ChoiceRule(roundings), UpcastRule(roundings), IntegerRule(), roundings),
@@ -148,7 +148,7 @@ class _Audit:
             uses=mode.uses.listed(),
         )
 
-    def _finish(self, mode: AuditMode, loss: torch.Tensor | None, updates: OptimizerRule) -> None:
+    def _finish(self, mode: AuditMode, loss: torch.Tensor | None, updates: UpdateRule) -> None:
         """Calls the backward and steps the optimizer, if the step has not done so."""
         if not mode.num_backwards:
             if loss is None or not loss.requires_grad:

@@ -53,7 +53,7 @@ class _Before:
     twin: torch.Tensor
 
 
-class OptimizerRule(Rule):
+class UpdateRule(Rule):
     """Finds ``update_lost`` and ``state_low``, and counts optimizer states by dtype.
 
     A twin of the optimizer takes the same step in float64. An update is lost if it is smaller than
@@ -68,7 +68,7 @@ class OptimizerRule(Rule):
         self.num_steps = 0
         self._handles: list[Any] = []
 
-    def __enter__(self) -> OptimizerRule:
+    def __enter__(self) -> UpdateRule:
         self._handles = [
             register_optimizer_step_pre_hook(self._begin),
             register_optimizer_step_post_hook(self._end),
