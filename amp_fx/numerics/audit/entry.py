@@ -16,7 +16,7 @@ from amp_fx.numerics.audit.recording import AuditMode
 from amp_fx.numerics.audit.report import AuditReport, merged
 from amp_fx.numerics.audit.rounding import IntegerRule, LossRule, Roundings, UpcastRule
 from amp_fx.numerics.audit.sums import CollectiveRule, GradientRule
-from amp_fx.numerics.audit.updates import UpdateRule, ScalerRule
+from amp_fx.numerics.audit.updates import ScalerRule, UpdateRule
 from amp_fx.numerics.audit.use_of_regions import LowWeightRule, RegionRule
 from amp_fx.numerics.entry import name_of
 from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
