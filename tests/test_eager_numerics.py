@@ -188,7 +188,7 @@ def test_float32_layers_beside_low_ones(
     policy = amp_fx.Policy.default("cpu").with_modules({"1": "fp32"})
     with amp_fx.autocast("cpu", policy=policy):
         expected = model(x)
-    options = {"numerics": "eager", "policy": policy}
+    options: dict[str, Any] = {"numerics": "eager", "policy": policy}
     program = torch.compile(model, backend="amp_fx", dynamic=is_dynamic, options=options)
     assert torch.equal(program(x), expected)
 

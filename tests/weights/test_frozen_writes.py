@@ -89,7 +89,8 @@ class Scaled(nn.Module):
         self.inner.bias.data = self.inner.bias.data.bfloat16()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x).float() * self.inner.bias.float()
+        result: torch.Tensor = self.inner(x).float() * self.inner.bias.float()
+        return result
 
 
 class Small(nn.Module):
