@@ -170,17 +170,27 @@ def test_frozen_graphs_round_as_strict_native_ones() -> None:
     assert amp_fx.weight_cache.stats().bytes > 0  # and it is frozen
 
 
-@pytest.mark.parametrize("mode", ["strict", "eager"])
+@pytest.mark.parametrize(
+    ("layer", "size", "is_dynamic"),
+    [
+        (nn.Linear(257, 1000), (8, 257), True),
+        (nn.Conv2d(16, 8, 3, groups=4), (1, 16, 12, 9), False),
+    ],
+    ids=["linear of a dynamic batch", "convolution"],
+)
 @torch.no_grad()
-def test_float32_products_of_a_dynamic_batch(mode: str) -> None:
+def test_float32_layers_beside_low_ones(
+    layer: nn.Module, size: tuple[int, ...], is_dynamic: bool
+) -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(257, 1000), nn.Linear(1000, 9)), torch.randn(8, 257)
-    policy = amp_fx.Policy.default("cpu").with_modules({"0": "fp32"})
+    x = torch.randn(size)
+    model = nn.Sequential(nn.Linear(size[-1], size[-1]), layer)
+    policy = amp_fx.Policy.default("cpu").with_modules({"1": "fp32"})
     with amp_fx.autocast("cpu", policy=policy):
         expected = model(x)
-    options: dict[str, Any] = {"numerics": mode, "policy": policy}
-    program = torch.compile(model, backend="amp_fx", dynamic=True, options=options)
-    assert torch.equal(program(x), expected.float())
+    options: dict[str, Any] = {"numerics": "eager", "policy": policy}
+    program = torch.compile(model, backend="amp_fx", dynamic=is_dynamic, options=options)
+    assert torch.equal(program(x), expected)
 
 
 def test_what_adds_into_a_tensor_writes_no_memory_of_another() -> None:

@@ -360,8 +360,8 @@ class Caching:
         """Raises ``CannotPackError`` if packed kernels may break the promise of ``numerics``."""
         if self.options.numerics == "invariant" and mixes_packed_rows(graph):
             raise CannotPackError("a packed kernel may give a row other bits in a batch")
-        if is_strict(self.options) and _packs_float32_for_onednn(graph):
-            raise CannotPackError("oneDNN adds up float32 products in another order than ATen")
+        if is_strict(self.options) and _has_other_sums(graph):
+            raise CannotPackError("a packed float32 kernel adds up in another order than ATen's")
 
     def _call(self, *args: Any, **code: Any) -> CachedCall:
         if self.is_counted:
@@ -370,14 +370,14 @@ class Caching:
         return CachedCall(*args, owner=self.owner, verify=verify_level(self.options.verify), **code)
 
 
-def _packs_float32_for_onednn(graph: fx.Graph) -> bool:
-    """Returns True if a float32 product has another kernel than ATen's.
+def _has_other_sums(graph: fx.Graph) -> bool:
+    """Returns True if a float32 kernel of oneDNN may have other bits than ATen's.
 
-    Inductor packs float32 weights for MKL, which ATen calls, too, unless the number of rows is
-    symbolic.
+    Inductor packs float32 products for MKL, which ATen calls, too, unless the number of rows is
+    symbolic. Convolutions differ for some sizes.
     """
-    products = [node for node in graph.nodes if op_name(node) == "mkldnn::_linear_pointwise"]
-    return any(VALUE.of(node.all_input_nodes[0]).dtype is torch.float32 for node in products)
+    packed = [node for node in graph.nodes if op_name(node).startswith("mkldnn::")]
+    return any(VALUE.of(node.all_input_nodes[0]).dtype is torch.float32 for node in packed)
 
 
 def _forget_output_strides() -> None:

@@ -218,5 +218,8 @@ def traced_results(op: OpOverload, results: Sequence[Any]) -> Sequence[Any]:
 
 
 def is_traced(value: Any) -> bool:
-    """Returns True if a result goes into traces: a floating-point tensor."""
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 0
+    """Returns True if a result goes into traces: a dense floating-point tensor with data."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return False
+    is_dense = value.layout is torch.strided and not value.is_nested and not value.is_meta
+    return is_dense and value.numel() > 0

@@ -221,3 +221,14 @@ def test_a_trace_of_another_version_is_refused(tmp_path: Path) -> None:
     torch.save(content, tmp_path / "old.trace")
     with pytest.raises(OptionError, match="another version"):
         Trace.load(tmp_path / "old.trace")
+
+
+def test_tensors_without_dense_data_are_left_out() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged).sin()
+        x.to("meta").sin()
+        return x.to_sparse().sin().to_dense()
+
+    result = amp_fx.record(step)(torch.ones(2, 2)).ops[-1]
+    assert result.stage == "result"
+    assert torch.equal(result.values, torch.ones(4).sin())
