@@ -44,10 +44,12 @@ class SecondCall:
 def takes_inputs_later(function: Callable[P, R]) -> Callable[P, R]:
     """Decorates a function to return a ``SecondCall``, and to reject inputs of the model."""
     name = f"amp_fx.{function.__name__}"
+    parameters = inspect.signature(function).parameters.values()
+    num_positional = sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in parameters)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if len(args) > 1:
+        if len(args) > num_positional:
             message = f"{name} takes a model and returns a function of its inputs: {name}(model)(x)"
             raise TypeError(message)
         result: Any = function(*args, **kwargs)

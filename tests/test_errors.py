@@ -47,6 +47,8 @@ def test_the_older_warning_is_a_warning() -> None:
 SECOND_CALLS: dict[str, dict[str, Any]] = {
     "explain": {},
     "accuracy": {},
+    "audit": {},
+    "record": {},
     "verify": {},
     "store_low": {},
     "search": {"tolerance": 0.1},

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_fx.errors import ArgumentTypeError, OptionError
 from amp_fx.explanation.running import isolated
 from amp_fx.front.settings import unwrap
 from amp_fx.graphs.places import NodeLocation
@@ -18,15 +21,16 @@ from amp_fx.numerics.trace import SAMPLE, Trace, TraceMode, is_traced
 from amp_fx.numerics.trial import Trial
 from amp_fx.options import Options
 from amp_fx.progress import working
+from amp_fx.second_call import takes_inputs_later
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable
 
     from amp_fx.front.settings import RegionSettings
     from amp_fx.numerics.trial import Outcome
 
 
+@takes_inputs_later
 def record(
     step: Callable[..., Any],
     path: str | os.PathLike[str] | None = None,
@@ -51,10 +55,12 @@ def record(
         it with another one.
 
     Raises:
-        OptionError: The compiler is unknown.
-        ArgumentTypeError: The step is neither a module nor a function.
+        OptionError: The compiler is unknown, or the folder of the file does not exist.
+        ArgumentTypeError: The step is neither a module nor a function, or the path is not a path.
     """
     target, settings = unwrap(step, "amp_fx.record")
+    if path is not None:
+        _check_path(path)
     if compiler is not None:
         Options.parse({"compiler": compiler})
     how = "eager" if compiler is None else f"compiled by {compiler}"
@@ -77,6 +83,15 @@ def record(
         return trace
 
     return record_call
+
+
+def _check_path(path: object) -> None:
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentTypeError(f"path must be the path of a file, got {type(path).__name__}")
+    if not Path(path).parent.is_dir():
+        raise OptionError(
+            f"path={str(path)!r}: the folder {str(Path(path).parent)!r} does not exist"
+        )
 
 
 def _eagerly(trial: Trial, trace: Trace, call: Callable[..., Any]) -> Outcome:

@@ -31,11 +31,13 @@ from amp_fx.numerics.state import (
 )
 from amp_fx.progress import working
 from amp_fx.regions.state import no_autocast
+from amp_fx.second_call import takes_inputs_later
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
+@takes_inputs_later
 def audit(
     step: Callable[..., Any],
     optimizer: torch.optim.Optimizer | None = None,
