@@ -45,7 +45,7 @@ def takes_inputs_later(function: Callable[P, R]) -> Callable[P, R]:
     """Decorates a function to return a ``SecondCall``, and to reject inputs of the model."""
     name = f"amp_fx.{function.__name__}"
     parameters = inspect.signature(function).parameters.values()
-    num_positional = sum(parameter.kind is not parameter.KEYWORD_ONLY for parameter in parameters)
+    num_positional = sum(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -28,7 +28,7 @@ can_run = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(M
 
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 
-FAST = ("01_quickstart", "06_finding_the_bad_op")
+FAST = ("01_quickstart",)
 """Those that `make test` runs; `make slow` runs the others."""
 
 # A path from the root of a disk; not what stands in tags and addresses of the web.

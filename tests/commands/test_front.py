@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -82,13 +80,9 @@ def test_inputs_of_a_wrapped_forward_have_their_names() -> None:
 @pytest.mark.skipif(
     torch_version() < (2, 13), reason="before 2.13 fake embeddings take indices of any dtype"
 )
-def test_explain_says_how_to_give_integers() -> None:
-    command = [sys.executable, "-m", "amp_fx", "explain", "tests.commands.test_front:embedding"]
-    done = subprocess.run(
-        [*command, "--input-shape", "2,8"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "--input-shape 2,8:int64" in done.stderr
+def test_explain_says_how_to_give_integers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "tests.commands.test_front:embedding", "--input-shape", "2,8"]) == 2
+    assert "--input-shape 2,8:int64" in capsys.readouterr().err
 
 
 def embedding() -> nn.Module:

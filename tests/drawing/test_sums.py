@@ -69,7 +69,16 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+FAST = ("gpt2", "convnext")
+"""Those that `make test` explains; `make slow` explains the others."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MODELS
+    ],
+)
 def explained(request: pytest.FixtureRequest) -> Explanation:
     model, x = MODELS[request.param]()
     options = {"weight_cache": "training"}

@@ -245,7 +245,13 @@ def error_under(policy: Any, model: nn.Module, x: Tensor) -> float:
     return max(relative(low.detach(), exact.detach()), relative(*pairs))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        name if name == "tensorwise" else pytest.param(name, marks=pytest.mark.slow)
+        for name in RECIPES
+    ],
+)
 def test_search_finds_the_product_that_does_not_stand_float8(recipe: str, tmp_path: Any) -> None:
     torch.manual_seed(0)
     model, x = Stack(), torch.randn(64, 32)

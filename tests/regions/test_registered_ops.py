@@ -157,7 +157,7 @@ def test_a_triton_op_is_an_op_like_any_other(x: torch.Tensor) -> None:
         (("amp_fx_test::lowerd", "fp32"), "no op 'amp_fx_test::lowerd'; similar names: .*lowered"),
         (("amp_fx_test::lowered", "fp31"), "did you mean 'fp32'"),
         (("amp_fx_test::lowered", "fp32"), "registered as lower_precision_fp"),
-        (("amp_fx_test::mixed", "fp32", {"z": "keep"}), "arguments are x, y, bias"),
+        (("amp_fx_test::mixed", "fp32", {"z": "keep"}), "one of its tensor arguments x, y, bias"),
         (("amp_fx_test::mixed", "fp32_set_opt_dtype"), "cannot be fp32_set_opt_dtype"),
         (("aten::relu", "fp32"), "is an op of PyTorch, which cannot be registered"),
     ],

@@ -186,6 +186,7 @@ def test_never_more_than_native_on_the_cpu(tmp_path: Path) -> None:
     assert "training, bfloat16, the CPU backend" in tables.read_text()
 
 
+@pytest.mark.slow
 def test_kept_copies_are_not_laid_out_again(tmp_path: Path) -> None:
     arguments = ("resnet", "--tiny", "--device", "cpu", "--mode", "training")
     [row] = rows(tmp_path / "out.json", *arguments)
