@@ -81,8 +81,8 @@ class Options:
             (``amp_fx.passes.raise_casts``). No value of the graph changes, but kernels fuse
             differently, so values that inductor does not round inside a kernel may be rounded
             elsewhere.
-        bare_region: True gives a graph outside of an enabled autocast region a region of its own.
-            ``amp_fx.compile`` enters its own region and turns this off.
+        bare_region: True enters a region for a graph that is captured outside of an enabled
+            autocast region. ``amp_fx.compile`` enters its own region and turns this off.
         fallback: True runs a graph under native autocast if it cannot be rewritten, and op by op
             if it or its backward cannot be compiled. False raises instead.
         passes: Your own passes (``amp_fx.passes.base.Pass``), which run after ``fold_casts``.
@@ -208,7 +208,7 @@ def as_low_dtype(value: Any) -> torch.dtype:
     """Returns the low-precision dtype that a value means.
 
     Raises:
-        OptionError: It is no dtype to autocast to, such as float32.
+        OptionError: The value is not a dtype to autocast to, such as float32.
     """
     return _to_dtype("dtype", value)
 
@@ -377,7 +377,7 @@ def default_dtype(
     Args:
         device_type: As in ``torch.device(...).type``; it need not be there.
         indices: Of the devices that are meant; all of this machine if none is given.
-        warns: Whether to warn, once, of float16 that nobody has asked for.
+        warns: Whether to warn, once, if float16 is used without being requested.
     """
     dtype = torch.get_autocast_dtype(device_type)
     supported = supported_dtypes(device_type)

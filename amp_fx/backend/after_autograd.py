@@ -41,7 +41,7 @@ aten = torch.ops.aten
 DEVICES = ("cuda",)
 """Device types on which ``aten.mm.dtype`` and ``aten.bmm.dtype`` compute gradients of weights.
 
-XPU has these kernels too (``WITH_OUT_DTYPE``), but nobody has run gradients there.
+XPU has these kernels too (``WITH_OUT_DTYPE``), but gradients have not been run there.
 """
 
 _MODULES = (casting, few_rows, flattening, generated, keeping, raising, widening)

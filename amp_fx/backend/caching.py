@@ -509,7 +509,7 @@ def caching(
 def may_pack(options: Options, example_inputs: Sequence[Any]) -> bool:
     """Returns True if values may be constants of the code that inductor generates.
 
-    On the CPU they may, unless ``freezing`` is off; on accelerators if ``freezing`` is asked for.
+    On the CPU they may, unless ``freezing`` is off; on accelerators if ``freezing`` is on.
     """
     if not uses_inductor(example_inputs, options) or options.freezing is False:
         return False

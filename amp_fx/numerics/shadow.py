@@ -190,7 +190,7 @@ def is_tracked(tensor: torch.Tensor) -> bool:
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Returns True if a tensor is a subclass without a storage of its own."""
+    """Returns True if a tensor is a subclass without a storage."""
     return type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and hasattr(
         tensor, "__tensor_flatten__"
     )

@@ -57,7 +57,7 @@ _ENTRY = re.compile(r"""\s*("(?:[^"\\]|\\.)*"|'[^']*'|[\w.-]+)\s*=""")
 
 
 def _line_of(text: str, where: tuple[Any, ...]) -> int | None:
-    """Returns the 1-based line of an entry, or of its table if the entry has no line of its own."""
+    """Returns the 1-based line of an entry, or of its table if the entry has none."""
     index = next((part for part in where if isinstance(part, int)), 0)
     parts = [part for part in where if not isinstance(part, int)]
     section: list[str] = []

@@ -324,7 +324,7 @@ def _splits(graph: fx.Graph) -> Sequence[fx.Node]:
 def _copy_returned_parts(gm: fx.GraphModule, splits: Sequence[fx.Node]) -> None:
     """Copies results of joined products that a graph returns.
 
-    Without joining they are contiguous, and each has memory of its own.
+    Products that are not joined are contiguous, and each has a separate storage.
 
     Args:
         gm: The graph.

@@ -334,7 +334,7 @@ class Store:
 
 
 def _moved(entry: CacheEntry, value: Any, weights: Weights) -> Any:
-    """Returns a new value, in huge pages if it is one large tensor with memory of its own."""
+    """Returns a new value, in huge pages if it is one large tensor that shares no storage."""
     if entry.spec.is_alias or isinstance(value, tuple):
         return value
     is_view = value.layout is torch.strided and data_address(value) in map(data_address, weights)

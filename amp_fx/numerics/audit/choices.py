@@ -61,7 +61,7 @@ class ChoiceRule(Rule):
     """Finds ``router_low``.
 
     A choice that only moves the values that it compared is continuous, as in a leaky ReLU or a
-    Huber loss, and is no finding.
+    Huber loss, and is not a finding.
     """
 
     def __init__(self, roundings: Roundings) -> None:

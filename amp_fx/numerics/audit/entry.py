@@ -64,9 +64,9 @@ def audit(
     """
     target, settings = unwrap(step, "amp_fx.audit")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ArgumentTypeError(f"optimizer={optimizer!r} is no optimizer of torch.optim")
+        raise ArgumentTypeError(f"optimizer={optimizer!r} is not an optimizer of torch.optim")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
-        raise ArgumentTypeError(f"scaler={scaler!r} is no gradient scaler of torch.amp or amp_fx")
+        raise ArgumentTypeError(f"scaler={scaler!r} is not a GradScaler of torch.amp or amp_fx")
     call = with_own_casts(step, target, settings)
 
     @functools.wraps(target, assigned=("__doc__",), updated=())
