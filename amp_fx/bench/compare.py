@@ -59,8 +59,8 @@ class MemoryMeter:
 
     The peak is the memory that the contender holds between calls, plus that of one call. On an
     accelerator, the allocator counts both. On a CPU, resident memory does not measure it, because
-    freed pages stay resident. There, the first part is the sum of the storages of all tensors that were
-    created since, and the second the peak of torch's CPU allocator during one call, from the
+    freed pages stay resident. There, the first part is the sum of the storages of all tensors that
+    were created since, and the second the peak of torch's CPU allocator during one call, from the
     profiler. Scratch memory of libraries is not counted.
     """
 
