@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import random
 import importlib.abc
 import importlib.machinery
+import random
 import sys
 from typing import TYPE_CHECKING, Any
 
