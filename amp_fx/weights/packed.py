@@ -287,8 +287,8 @@ def pack(
         gm.recompile()
         if chooses_kernels:
             constants.fold(gm)
-            block_few_rows(gm.graph)
-            constants.fold(gm)  # before the blocks have fake values, whose padding would not fit
+            if block_few_rows(gm.graph):
+                constants.fold(gm)  # later passes give the blocks fake values, without padding
         with (
             replaced((freezing, "constant_fold", constants.fold)),
             batch_norm_folding(folds_batch_norm),
