@@ -160,12 +160,22 @@ class Options:
         return dataclasses.replace(self, inductor=(*self.inductor, *more.items()))
 
 
-def _to_dtype(name: str, value: Any) -> torch.dtype:
+def to_dtype(name: str, value: object) -> torch.dtype:
+    """Converts the value of an option to a dtype.
+
+    Raises:
+        OptionError: The value is neither a dtype nor the name of one.
+    """
     dtype = as_dtype(value)
     if dtype is None:
         raise OptionError(
             f"{name}={value!r} is not a dtype: pass torch.bfloat16, torch.float16 or a name of one"
         )
+    return dtype
+
+
+def _to_low_dtype(name: str, value: Any) -> torch.dtype:
+    dtype = to_dtype(name, value)
     if not is_low(dtype):
         raise OptionError(
             f"{name}={value!r} is not a dtype to autocast to: pass torch.bfloat16 or torch.float16"
@@ -210,7 +220,7 @@ def as_low_dtype(value: Any) -> torch.dtype:
     Raises:
         OptionError: The value is not a dtype to autocast to, such as float32.
     """
-    return _to_dtype("dtype", value)
+    return _to_low_dtype("dtype", value)
 
 
 def as_output_dtype(value: Any) -> str:
@@ -291,7 +301,7 @@ def _add_disabled(parsed: dict[str, Any]) -> None:
 
 
 _CONVERT = {
-    "dtype": _to_dtype,
+    "dtype": _to_low_dtype,
     "policy": _to_policy,
     "compiler": _to_choice,
     "output_dtype": _to_choice,

@@ -33,12 +33,12 @@ from amp_fx.explanation.running import (
 from amp_fx.explanation.table import bare_op
 from amp_fx.exporting.entry import export
 from amp_fx.exporting.program import WEIGHTS, copied_graph, notes_of, restore_notes
-from amp_fx.front.settings import NOT_COMPILED, RegionSettings, as_dtype, policy_for, unwrap
+from amp_fx.front.settings import NOT_COMPILED, RegionSettings, policy_for, unwrap
 from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.places import module_types
 from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured
-from amp_fx.options import Options, check_device_dtype, default_dtype
+from amp_fx.options import Options, check_device_dtype, default_dtype, to_dtype
 from amp_fx.policies.policy import preset, preset_names
 from amp_fx.progress import working
 from amp_fx.regions.module_stack import NO_FRAME
@@ -232,7 +232,7 @@ def explain(
         return dataclasses.replace(explanation, shows_all=all)
     target, settings = unwrap(model, "amp_fx.explain")
     request = ExplainRequest(
-        dtype=settings.dtype if dtype is None else as_dtype(dtype),
+        dtype=settings.dtype if dtype is None else to_dtype("dtype", dtype),
         policy=policy_for(policy, settings),
         device_type=device_type or settings.device_type,
         settings=None if settings is NOT_COMPILED else settings,

@@ -10,7 +10,7 @@ import torch
 
 from amp_fx import dtypes
 from amp_fx.eager.region import autocast
-from amp_fx.errors import ArgumentTypeError, OptionError
+from amp_fx.errors import ArgumentTypeError
 from amp_fx.graphs.policy_mode import ambient_policy
 from amp_fx.options import default_dtype
 from amp_fx.policies.policy import as_policy
@@ -133,16 +133,6 @@ def _first_parameter(module: torch.nn.Module) -> torch.Tensor | None:
 def _tensors(values: tuple[Any, ...]) -> list[torch.Tensor]:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return tensors or [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
-
-
-def as_dtype(dtype: object) -> torch.dtype:
-    """Parses a dtype or the name of one."""
-    parsed = dtypes.as_dtype(dtype)
-    if parsed is None:
-        raise OptionError(
-            f"dtype={dtype!r} is not a dtype: pass torch.bfloat16, torch.float16 or a name of one"
-        )
-    return parsed
 
 
 NOT_COMPILED = RegionSettings(None, None, None)

@@ -13,13 +13,13 @@ import torch
 from amp_fx.dtypes import dtype_name
 from amp_fx.eager.region import autocast
 from amp_fx.errors import AccuracyError, OptionError
-from amp_fx.front.settings import as_dtype, policy_for, unwrap
+from amp_fx.explanation.running import leaf_tensors
+from amp_fx.front.settings import policy_for, unwrap
 from amp_fx.numerics.dtype_choice import DtypeChoice
 from amp_fx.numerics.report import AccuracyReport
 from amp_fx.numerics.running import caller_of, run_step
-from amp_fx.numerics.shadow import tensors_in
 from amp_fx.numerics.state import check_has_data
-from amp_fx.options import check_device_dtype, default_dtype
+from amp_fx.options import check_device_dtype, default_dtype, to_dtype
 from amp_fx.progress import working
 from amp_fx.second_call import takes_inputs_later
 
@@ -124,7 +124,7 @@ def accuracy(
 
 
 def _both_dtypes(dtypes: tuple[Any, ...]) -> tuple[torch.dtype, torch.dtype]:
-    found = [as_dtype(dtype) for dtype in dtypes]
+    found = [to_dtype("dtype", dtype) for dtype in dtypes]
     if len(found) != 2 or None in found or found[0] == found[1]:
         raise OptionError(f"dtype={dtypes!r}: give one low dtype, or two different ones")
     return found[0], found[1]
@@ -148,12 +148,12 @@ def asked_for(
 ) -> tuple[Callable[..., Any], Asked]:
     """Returns the step before compilation, and the arguments with the settings of compilation."""
     target, given = unwrap(step, name)
-    dtype = given.dtype if dtype is None else as_dtype(dtype)
+    dtype = given.dtype if dtype is None else to_dtype("dtype", dtype)
     return target, Asked(dtype, policy_for(policy, given), given.device_type, **others)
 
 
 def _reference(reference: Any) -> torch.dtype:
-    found = as_dtype(reference)
+    found = to_dtype("dtype", reference)
     if found not in REFERENCES:
         raise OptionError(f"reference={reference!r} is neither 'float32' nor 'float64'")
     return found
@@ -187,7 +187,7 @@ def device_type_of(step: Any, args: Any, asked: Asked) -> str:
     """Returns the device type of the tensors; an accelerator is preferred to the CPU."""
     if asked.device_type is not None:
         return asked.device_type
-    tensors = tensors_in(args)
+    tensors = leaf_tensors(args)
     if isinstance(step, torch.nn.Module):
         tensors += [*step.parameters(), *step.buffers()]
     for tensor in tensors:

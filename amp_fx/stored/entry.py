@@ -14,9 +14,9 @@ from amp_fx.eager.region import autocast
 from amp_fx.errors import ArgumentTypeError, UnsupportedError
 from amp_fx.explanation.entry import label
 from amp_fx.explanation.running import is_usable, leaf_tensors, module_tensors, target_device
-from amp_fx.front.settings import as_dtype, unwrap
+from amp_fx.front.settings import unwrap
 from amp_fx.graphs.policy_mode import ambient_policy
-from amp_fx.options import check_device_dtype, default_dtype
+from amp_fx.options import check_device_dtype, default_dtype, to_dtype
 from amp_fx.policies.policy import as_policy, preset
 from amp_fx.progress import working
 from amp_fx.regions.state import no_autocast
@@ -80,7 +80,7 @@ def store_low(
         raise ArgumentTypeError(f"amp_fx.store_low expects a torch.nn.Module, got {model!r}")
     target, settings = unwrap(model, "amp_fx.store_low")
     assert isinstance(target, nn.Module)
-    low_dtype = settings.dtype if dtype is None else as_dtype(dtype)
+    low_dtype = settings.dtype if dtype is None else to_dtype("dtype", dtype)
     resolved = as_policy(policy)
     if resolved == preset("torch"):
         resolved = settings.policy or ambient_policy() or resolved
