@@ -34,7 +34,7 @@ from amp_fx.torch_private.fake_tensors import FakeTensor, FakeTensorMode
 from amp_fx.torch_private.modules import has_global_module_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import fx
 
@@ -158,7 +158,7 @@ def shared_weights(model: Any, outputs: Any) -> tuple[str, ...]:
     return tuple(name for name, tensor in named if num_uses[storage_id(tensor)] > 1)
 
 
-def leaf_tensors(values: Any) -> Iterable[torch.Tensor]:
+def leaf_tensors(values: Any) -> list[torch.Tensor]:
     """Returns the tensors in nested arguments."""
     return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.dtypes import dtype_name
+from amp_fx.explanation.running import leaf_tensors
 from amp_fx.graphs.places import NodeLocation
 from amp_fx.numerics.measures import Measures, exponents, heal, measure_float, rounded_integers
 from amp_fx.numerics.places import is_inside
@@ -31,7 +32,6 @@ from amp_fx.numerics.shadow import (
     dropped_out,
     facts_of,
     is_tracked,
-    tensors_in,
 )
 from amp_fx.numerics.state import random_state
 from amp_fx.numerics.storages import address_of
@@ -104,7 +104,7 @@ class ShadowedCall:
             self.mode.count_node()
         with DisableTorchFunction():
             results = self.op(*self.args, **self.kwargs)
-        for result in tensors_in(results):
+        for result in leaf_tensors(results):
             if result.is_floating_point() and result.numel():
                 self._note_origin_of_infinity(result)
         return results
@@ -140,7 +140,7 @@ class ShadowedCall:
             before = None if is_drawn else self._repetitions(has_mixed=mixed is not None)
         with DisableTorchFunction():
             results = self.op(*self.args, **self.kwargs)
-        if not all(map(is_tracked, tensors_in(results))):
+        if not all(map(is_tracked, leaf_tensors(results))):
             return self._left_out(results, "its result is not a plain tensor")
         with below_everything():
             if before is None:
@@ -168,7 +168,7 @@ class ShadowedCall:
 
     def _followed(self, results: Any) -> Any:
         """Sets the shadows of results to the results, because the op was not repeated."""
-        for tensor in [*tensors_in(results), *self.written]:
+        for tensor in [*leaf_tensors(results), *self.written]:
             if self.shadows.has_diverged(tensor):
                 self.shadows.put(tensor, self.shadows.widened(tensor), is_fresh=False)
         return results
@@ -235,7 +235,7 @@ class ShadowedCall:
         if not origins or origins[0] >= len(self.mode.seen):
             return
         seen = OpGraph(self.mode.seen).maker_of_error(self.mode.seen[origins[0]])
-        pairs = zip(tensors_in(repeated), tensors_in(mixed), strict=True)
+        pairs = zip(leaf_tensors(repeated), leaf_tensors(mixed), strict=True)
         for position, (with_error, without) in enumerate(pairs):
             if with_error.is_floating_point():
                 eps = torch.sub(with_error, without).to(torch.bfloat16)
@@ -279,8 +279,8 @@ class ShadowedCall:
             repeated: Those of the op in the reference on the same inputs; None if it ran so.
             inside: Addresses of storages whose shadows are set already.
         """
-        low, high = tensors_in(results), tensors_in(shadow)
-        same = tensors_in(repeated) if repeated is not None else [None] * len(low)
+        low, high = leaf_tensors(results), leaf_tensors(shadow)
+        same = leaf_tensors(repeated) if repeated is not None else [None] * len(low)
         first = next((t for t in low if t.is_floating_point()), low[0] if low else None)
         if first is None:
             return None
@@ -328,7 +328,7 @@ class ShadowedCall:
                 return self.shadows.of(tensor).abs()
 
             shadow = self._repetition(absolute)(shadow)
-        sizes = [abs(complex(t)) for t in tensors_in(shadow) if t.numel() == 1]
+        sizes = [abs(complex(t)) for t in leaf_tensors(shadow) if t.numel() == 1]
         return max(sizes, default=0.0)
 
     def _compare_discrete(self, seen: OpRecord, result: torch.Tensor, shadow: torch.Tensor) -> bool:
@@ -401,7 +401,7 @@ class ShadowedCall:
 
 
 def _shapes(results: Any) -> list[torch.Size]:
-    return [tensor.shape for tensor in tensors_in(results)]
+    return [tensor.shape for tensor in leaf_tensors(results)]
 
 
 def _is_in(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
@@ -506,4 +506,4 @@ class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
 def _all_share(results: Any, tensors: list[torch.Tensor]) -> bool:
     """Returns True if results share storages with inputs, as the schema of a view allows."""
     addresses = {address_of(t) for t in tensors}
-    return all(address_of(t) in addresses for t in tensors_in(results))
+    return all(address_of(t) in addresses for t in leaf_tensors(results))

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint
 
+from amp_fx.explanation.running import leaf_tensors
 from amp_fx.graphs.places import NodeLocation
 from amp_fx.numerics.places import CallNotes, Places, frames_above
-from amp_fx.numerics.shadow import facts_of, is_custom, is_wrapped, number_of, tensors_in
+from amp_fx.numerics.shadow import facts_of, is_custom, is_wrapped, number_of
 from amp_fx.torch_private.autograd import current_autograd_node, latest_sequence_number
 from amp_fx.torch_private.modes import DisableTorchFunction, TorchDispatchMode
 from amp_fx.torch_private.ops import OpOverload
@@ -59,7 +60,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self.is_paused:
             return func(*args, **kwargs)
-        tensors = tensors_in((args, kwargs))
+        tensors = leaf_tensors((args, kwargs))
         wrapped = next(filter(is_wrapped, tensors), None)
         if wrapped is not None:
             self.see_wrapped(wrapped)

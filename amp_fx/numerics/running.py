@@ -9,19 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.errors import AccuracyError
+from amp_fx.explanation.running import leaf_tensors
 from amp_fx.numerics.float8_products import Float8ShadowMode
 from amp_fx.numerics.measures import effect_of, relative
 from amp_fx.numerics.recorder import Recorder
 from amp_fx.numerics.records import GradientRecord
 from amp_fx.numerics.report import UnexaminedRecord
-from amp_fx.numerics.shadow import (
-    below_everything,
-    is_custom,
-    is_tracked,
-    number_of,
-    tensors_in,
-    unwrapped,
-)
+from amp_fx.numerics.shadow import below_everything, is_custom, is_tracked, number_of, unwrapped
 from amp_fx.numerics.state import guard_of, undisturbed
 from amp_fx.torch_private.autocast import DisableAutocast
 from amp_fx.torch_private.modes import DisableTorchFunction
@@ -270,7 +264,7 @@ def loss_of(outputs: Any, given: Callable[[Any], Any] | None) -> torch.Tensor | 
             return found.reshape(())
         what = f"sizes {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
         raise AccuracyError(f"loss=... returns {what}, not a floating-point scalar")
-    tensors = tensors_in(outputs)
+    tensors = leaf_tensors(outputs)
     is_loss = bool(tensors) and tensors[0].dim() == 0 and tensors[0].is_floating_point()
     return tensors[0] if is_loss else None
 
@@ -285,7 +279,7 @@ def _shadow_run(
     with region(), mode.observing():
         outputs = step()
         loss = loss_of(outputs, asked.loss)
-    floats = [t for t in tensors_in(outputs) if t.is_floating_point() and is_tracked(t)]
+    floats = [t for t in leaf_tensors(outputs) if t.is_floating_point() and is_tracked(t)]
     if loss is None and not floats:
         raise AccuracyError(
             "the step returns neither a loss nor any floating-point tensor; give loss=, a function "

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from amp_fx.explanation.running import leaf_tensors
 from amp_fx.numerics.storages import Marks
-from amp_fx.torch_private import pytree
 from amp_fx.torch_private.autocast import DisableAutocast
 from amp_fx.torch_private.autograd import DispatchBelowAutograd, neg_view
 from amp_fx.torch_private.modes import DisableTorchFunction
@@ -264,11 +264,6 @@ _SAVING = (
 """Prefixes of ops whose results after the first are only saved for the backward."""
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Returns the tensors of a tree."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 @dataclasses.dataclass(frozen=True)
 class OpFacts:
     """The facts in the schema of an op.
@@ -294,7 +289,7 @@ class OpFacts:
         found = []
         for index, name in self.writes:
             value = args[index] if index < len(args) else kwargs.get(name)
-            found += tensors_in(value)
+            found += leaf_tensors(value)
         return found
 
 

@@ -18,7 +18,8 @@ import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AccuracyError
-from amp_fx.numerics.shadow import below_everything, is_wrapped, tensors_in
+from amp_fx.explanation.running import leaf_tensors
+from amp_fx.numerics.shadow import below_everything, is_wrapped
 from amp_fx.numerics.storages import Marks, address_of
 from amp_fx.torch_private.fake_tensors import FakeTensor
 
@@ -88,7 +89,7 @@ class StateGuard:
     def note_results(self, results: Any, tensors: Iterable[torch.Tensor]) -> None:
         """Notes the storages that an op allocated, given its inputs."""
         given = {address_of(t) for t in tensors if t.layout is torch.strided}
-        for result in tensors_in(results):
+        for result in leaf_tensors(results):
             if result.is_meta:
                 self.has_meta_tensors = True
                 continue

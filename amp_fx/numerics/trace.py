@@ -18,8 +18,9 @@ import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import OptionError
+from amp_fx.explanation.running import leaf_tensors
 from amp_fx.numerics.recorder import Recorder
-from amp_fx.numerics.shadow import facts_of, is_tracked, tensors_in
+from amp_fx.numerics.shadow import facts_of, is_tracked
 from amp_fx.numerics.storages import Marks
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ class TraceMode(Recorder):  # type: ignore[no-untyped-call]
             return results
         makers = self.trace.makers(tensors)
         with self.paused():
-            for result in filter(is_traced, traced_results(op, tensors_in(results))):
+            for result in filter(is_traced, traced_results(op, leaf_tensors(results))):
                 self.trace.mark(result, (len(self.trace.ops),))
                 self.trace.add(stage, site, op_label(op), result, makers)
         return results

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.numerics.shadow import tensors_in
+from amp_fx.explanation.running import leaf_tensors
 from amp_fx.numerics.state import guard_of, leaves_of, modules_of, parameters_of, undisturbed
 from amp_fx.torch_private import pytree
 
@@ -61,7 +61,7 @@ class Trial:
         state = self.optimizer.state if self.optimizer is not None else {}
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
         # Compiled code may write to all of them unobserved.
-        tensors += [*grads, *tensors_in([*map(dict, state.values())])]
+        tensors += [*grads, *leaf_tensors([*map(dict, state.values())])]
         self.guard.note_inputs(tensors)
         self.guard.save(tensors)
         for parameter in self.parameters.values():
@@ -82,11 +82,11 @@ class Trial:
             with self.region(), watch():
                 result = call(*args, **kwargs)
             self.outputs = detached(result)
-            found |= {f"output {i}{when}": t for i, t in enumerate(tensors_in(result))}
+            found |= {f"output {i}{when}": t for i, t in enumerate(leaf_tensors(result))}
             found = {name: value.detach().clone() for name, value in found.items()}
             if all(parameter.grad is None for parameter in self.parameters.values()):
                 _differentiate(result, self.loss, watch)
-            leaves = {f"input {i}": t for i, t in enumerate(tensors_in((args, kwargs)))}
+            leaves = {f"input {i}": t for i, t in enumerate(leaf_tensors((args, kwargs)))}
             for name, leaf in {**leaves, **self.parameters}.items():
                 if leaf.requires_grad and leaf.grad is not None:
                     found[f"gradient of {name}{when}"] = leaf.grad.detach().clone()
@@ -117,7 +117,7 @@ def _differentiate(result: Any, loss: Callable[[Any], Any] | None, watch: Contex
     """Runs the backward of a loss or of all outputs, unless the step did so."""
     with watch():
         found = result if loss is None else loss(result)
-    outputs = [t for t in tensors_in(found) if t.requires_grad]
+    outputs = [t for t in leaf_tensors(found) if t.requires_grad]
     generator = torch.Generator().manual_seed(0)
     grads = [
         torch.ones_like(t)

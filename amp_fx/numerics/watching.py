@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.errors import AmpFxError, CompileTargetError, OptionError
+from amp_fx.explanation.running import leaf_tensors
 from amp_fx.numerics.entry import asked_for, check_number, examine
 from amp_fx.numerics.records import number, share
-from amp_fx.numerics.shadow import tensors_in
 from amp_fx.numerics.state import random_states
 from amp_fx.numerics.trial import detached
 from amp_fx.torch_private.autograd import preserve_version_counters
@@ -139,7 +139,7 @@ class Watch:
         watched = self._watched
         if watched is None or self._is_examining:
             return
-        differentiable = [t for t in tensors_in(outputs) if t.requires_grad]
+        differentiable = [t for t in leaf_tensors(outputs) if t.requires_grad]
         if not differentiable:
             return
 
@@ -178,7 +178,7 @@ class _WatchedStep:
         """Returns the report on the step, with buffers and random numbers as before the forward."""
 
         def loss(outputs: Any) -> torch.Tensor:
-            outs = [t for t in tensors_in(outputs) if t.requires_grad]
+            outs = [t for t in leaf_tensors(outputs) if t.requires_grad]
             pairs = [(t, g) for t, g in zip(outs, gradients, strict=False) if g is not None]
             return sum((t.float() * g.detach().float()).sum() for t, g in pairs)  # type: ignore[return-value]
 

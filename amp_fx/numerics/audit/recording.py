@@ -14,10 +14,11 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from amp_fx.dtypes import dtype_name
+from amp_fx.explanation.running import leaf_tensors
 from amp_fx.numerics.audit.regions import Regions
 from amp_fx.numerics.audit.report import Use
 from amp_fx.numerics.recorder import Recorder
-from amp_fx.numerics.shadow import facts_of, is_wrapped, tensors_in
+from amp_fx.numerics.shadow import facts_of, is_wrapped
 from amp_fx.numerics.storages import Marks
 from amp_fx.torch_private.autograd import current_autograd_node
 
@@ -174,7 +175,7 @@ class AuditMode(Recorder):  # type: ignore[no-untyped-call]
             stage=stage,
             args=args,
             tensors=tensors,
-            results=tensors_in(results),
+            results=leaf_tensors(results),
             site=site,
             node=node,
             region=self.regions.innermost(device),
