@@ -87,14 +87,15 @@ def rewrite(
     restores_outputs = not ambient.enabled and (
         options.output_dtype == "original" or ends_at_graph_break()
     )
+    weights = _weights_of(gm, example_inputs)
     built_in = default_passes(
         policy,
         Site(state, torch.is_grad_enabled(), is_bare=not ambient.enabled),
         restores_outputs=restores_outputs,
-        weights=tuple(node.name for node, _ in _weights_of(gm, example_inputs)),
+        weights=tuple(node.name for node, _ in weights),
         frame=frame,
         guards_range=options.range_guard,
-        quantizes=_quantizes(gm, example_inputs, policy, frame),
+        quantizes=_quantizes(gm, weights, policy, frame),
         output_dtypes=_program_dtypes(gm, ambient) if restores_outputs else None,
     )
     passes = with_added(built_in, options.passes, options.disable_passes)
@@ -116,13 +117,15 @@ def _weights_of(
 
 
 def _quantizes(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], policy: Policy, frame: CompileFrame
+    gm: fx.GraphModule,
+    weights: Sequence[tuple[fx.Node, torch.Tensor]],
+    policy: Policy,
+    frame: CompileFrame,
 ) -> QuantizeProducts | None:
     """Returns the pass for float8 products; None if no policy of the graph has float8."""
     has_regions = bool(gm.graph.find_nodes(op="call_function", target=enter_autocast))
     if not policy.resolver.has_float8 and not has_regions:
         return None
-    pairs = _weights_of(gm, example_inputs)
     ends = linear_ends(frame.modules())
     names = (
         None
@@ -130,11 +133,11 @@ def _quantizes(
         else tuple(
             node.name
             for path, end in ends.items()
-            for node, tensor in pairs  # a fake tensor if the graph is only explained
+            for node, tensor in weights  # a fake tensor if the graph is only explained
             if tensor is end or input_path(node, frame) == path
         )
     )
-    return QuantizeProducts(policy, tuple(node.name for node, _ in pairs), names)
+    return QuantizeProducts(policy, tuple(node.name for node, _ in weights), names)
 
 
 def _program_dtypes(

@@ -15,7 +15,7 @@ from amp_fx.graphs.places import input_path, lines_of
 from amp_fx.graphs.values import is_dynamic, is_written, value_of
 from amp_fx.torch_private.fake_tensors import FakeTensor
 from amp_fx.weights.engine import engine, is_available
-from amp_fx.weights.spread import is_distributed, is_managed, is_of_plain_module, part_of
+from amp_fx.weights.spread import is_distributed, is_of_plain_module, part_of
 from amp_fx.weights.write_signals import DEVICES, is_watchable
 
 if TYPE_CHECKING:
@@ -89,9 +89,9 @@ def _storage_of(example: torch.Tensor) -> int:
 def _is_weight(node: fx.Node, example: Any) -> bool:
     """Returns True for parameters and buffers of modules.
 
-    Returns False for weights that a library shards (``amp_fx.weights.spread``), and for subclasses
-    other than DTensor, such as quantized weights, because their storage is not plain. A tensor on
-    ``meta`` represents a weight on a device that this machine lacks.
+    Returns False for weights of modules that FSDP manages, and for subclasses other than DTensor,
+    such as quantized weights, because their storage is not plain. A tensor on ``meta`` represents
+    a weight on a device that this machine lacks.
     """
     if not isinstance(example, torch.Tensor) or example.device.type not in (*DEVICES, "meta"):
         return False
@@ -100,8 +100,7 @@ def _is_weight(node: fx.Node, example: Any) -> bool:
     kind = _kind(example)
     if kind is torch.Tensor:
         return _is_module_buffer(node)
-    is_plain = kind is torch.nn.Parameter and example.layout is torch.strided
-    return is_plain and not is_managed(part_of(example))
+    return kind is torch.nn.Parameter and example.layout is torch.strided
 
 
 def _kind(example: torch.Tensor) -> type[torch.Tensor]:
