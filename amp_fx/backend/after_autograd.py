@@ -106,7 +106,8 @@ class AfterAutograd(CustomGraphPass):
         """Rewrites a graph in place."""
         if self.has_wide_grads and is_backward(graph):
             widen_weight_grads(graph)
-        self.change_products(graph)
+        self.flatten_products(graph)
+        self.widen_products(graph)
         if self.raises_casts and raise_casts(graph):
             graph.lint()
         if self.keeps_kernels:
@@ -114,12 +115,14 @@ class AfterAutograd(CustomGraphPass):
         if self.following is not None:
             self.following(graph)
 
-    def change_products(self, graph: fx.Graph) -> None:
-        """Flattens products and widens some to float32. Must run before weights are packed."""
-        counts = Counter(flattened_products=flatten_products(graph))
+    def flatten_products(self, graph: fx.Graph) -> None:
+        """Flattens products. Must run before weights are packed."""
+        record(+Counter(flattened_products=flatten_products(graph)))
+
+    def widen_products(self, graph: fx.Graph) -> None:
+        """Computes products in float32 if this CPU has no units for their dtype."""
         if self.widens_products:
-            counts["wide_products"] = widen_products(graph)
-        record(+counts)
+            record(+Counter(wide_products=widen_products(graph)))
 
     def uuid(self) -> Any:
         """Returns a key for inductor's caches; None if the user's pass has none.

@@ -167,7 +167,8 @@ class Caching:
     def _packed_values(
         self, gm: fx.GraphModule, inputs: Sequence[Any], weights: Mapping[int, Weight]
     ) -> list[CachedValue]:
-        after_autograd(self.options).change_products(gm.graph)
+        passes = after_autograd(self.options)
+        passes.flatten_products(gm.graph)
         fakes = {i: inputs[i] for i in weights}
         constants, _, _ = pack(
             gm,
@@ -177,6 +178,7 @@ class Caching:
             folds_batch_norm=self.options.fold_batch_norm,
             check=self._check_packed,
             chooses_kernels=self._chooses_kernels,
+            widen=passes.widen_products,
             run=run_fake,
         )
         targets = [str(node.target) for node in gm.graph.find_nodes(op="get_attr")]
@@ -337,7 +339,8 @@ class Caching:
         with unset_fake_temporarily():
             started = STORE.start(tuple(tensors.values()))
             aliases = constants_for(tensors)
-        after_autograd(self.options).change_products(gm.graph)
+        passes = after_autograd(self.options)
+        passes.flatten_products(gm.graph)
         with _plain_epilogues(self.options):
             packed, values = compile_packed(
                 gm,
@@ -348,6 +351,7 @@ class Caching:
                 folds_batch_norm=self.options.fold_batch_norm,
                 check=self._check_packed,
                 chooses_kernels=self._chooses_kernels,
+                widen=passes.widen_products,
                 **kwargs,
             )
         call = self._call(packed.specs, packed.taken, bind=packed.bind)
@@ -362,6 +366,8 @@ class Caching:
             raise CannotPackError("a packed kernel may give a row other bits in a batch")
         if is_strict(self.options) and _has_other_sums(graph):
             raise CannotPackError("a packed float32 kernel adds up in another order than ATen's")
+        if verify_level(self.options.verify) == "full" and _has_unequal_packing(graph):
+            raise CannotPackError("MKL packs equal weights into unequal bytes")
 
     def _call(self, *args: Any, **code: Any) -> CachedCall:
         if self.is_counted:
@@ -378,6 +384,11 @@ def _has_other_sums(graph: fx.Graph) -> bool:
     """
     packed = [node for node in graph.nodes if op_name(node).startswith("mkldnn::")]
     return any(VALUE.of(node.all_input_nodes[0]).dtype is torch.float32 for node in packed)
+
+
+def _has_unequal_packing(graph: fx.Graph) -> bool:
+    """Returns True if a weight that is packed twice may look as if it were written in between."""
+    return any(op_name(node).startswith("mkl::") for node in graph.nodes)
 
 
 def _forget_output_strides() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._inductor import aoti_compile_and_package, freezing, ir
@@ -36,6 +36,9 @@ from torch._inductor.utils import Placeholder, fresh_cache, parallel_num_threads
 from torch._inductor.virtualized import V, ops
 from torch.utils._triton import has_triton
 
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
 __all__ = (
     "CacheabilityValidator",
     "CppGemmTemplate",
@@ -59,6 +62,7 @@ __all__ = (
     "make_fallback",
     "make_pointwise",
     "ops",
+    "packing_for_onednn",
     "record_has_frozen_params",
     "register_lowering",
     "replace_node_with_constant",
@@ -68,7 +72,16 @@ __all__ = (
 )
 
 
-def few_rows_block(rows: int, columns: int, depth: int) -> int | None:
+def packing_for_onednn() -> AbstractContextManager[None]:
+    """Context in which inductor's freezing packs float32 products for oneDNN instead of MKL.
+
+    Relies on ``mkldnn_fusion``, where ahead-of-time compilation changes nothing else.
+    """
+    context: AbstractContextManager[None] = V.set_aot_compilation(True)
+    return context
+
+
+def few_rows_block(dtype: torch.dtype, rows: int, columns: int, depth: int) -> int | None:
     """Returns the columns of a block of the C++ template's weight, if it computes in float32.
 
     Relies on ``create_micro_gemm``, by which the template chooses its kernel, reading nothing of
@@ -76,15 +89,15 @@ def few_rows_block(rows: int, columns: int, depth: int) -> int | None:
     """
     graph: Any = types.SimpleNamespace(sizevars=SizeVarAllocator())
     with V.set_graph_handler(graph):
-        kernel = _micro_gemm(rows, columns, depth)
+        kernel = _micro_gemm(dtype, rows, columns, depth)
     is_plain = type(kernel) is CppMicroGemmFP32Vec
     return kernel.register_blocking.block_n if is_plain else None
 
 
-def _micro_gemm(rows: int, columns: int, depth: int) -> Any:
+def _micro_gemm(dtype: torch.dtype, rows: int, columns: int, depth: int) -> Any:
     dtypes = {
-        "input_dtype": torch.bfloat16,
-        "input2_dtype": torch.bfloat16,
+        "input_dtype": dtype,
+        "input2_dtype": dtype,
         "output_dtype": torch.float32,
         "compute_dtype": torch.float32,
     }
@@ -109,7 +122,7 @@ def lower_few_rows_product(op: Any) -> None:
         inputs = [x, blocked]
         if bias is not None:
             inputs.append(expand_bias(ir.ExternKernel.realize_input(bias), x))
-        kernel = _micro_gemm(rows, columns, depth)
+        kernel = _micro_gemm(x.get_dtype(), rows, columns, depth)
         template: Any = CppGemmTemplate(
             inputs,
             ir.FixedLayout(x.get_device(), x.get_dtype(), [rows, columns]),

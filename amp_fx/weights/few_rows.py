@@ -12,8 +12,9 @@ After:
     %y       = amp_fx.few_rows_product(%x, %blocked, %bias, 50257)
 
 A product of few rows takes the time that reading its weight from memory takes. oneDNN's kernels
-read a packed weight at half of the bandwidth that the template reaches. Constant folding computes
-the blocks, once per update of the weight.
+read a packed weight at half of the bandwidth that the template reaches. On a processor without
+units for the dtype they compute in float32, and read twice the bytes; the template converts the
+blocks in registers. Constant folding computes the blocks, once per update of the weight.
 
 With ``max_autotune`` inductor would find the template by timing it in every process, and compute
 the blocks while it generates code, which its cache on disk cannot hold. Here there is nothing to
@@ -21,7 +22,7 @@ time: the rule is that of ``takes_template``.
 
 Left alone on purpose: small weights, which stay in the processor's caches; many rows or few
 columns, for which oneDNN's kernels are faster; sizes that are symbolic; other devices, and
-processors with other kernels for bfloat16.
+processors on which the template has other kernels.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from amp_fx.devices.wide_products import PRODUCT, is_wide
+from amp_fx.dtypes import is_low
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.torch_private.inductor import few_rows_block, lower_few_rows_product
 
@@ -42,6 +45,8 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 MAX_ROWS = 4
+MAX_ROWS_WITHOUT_UNITS = 8
+"""The same on processors without units for the dtype."""
 MIN_COLUMNS = 16
 """Blocks of fewer columns are padding for the most part."""
 MIN_WEIGHTS = 2**16
@@ -127,6 +132,11 @@ def _block(graph: fx.Graph, product: fx.Node) -> bool:
     return True
 
 
+def max_rows(dtype: torch.dtype) -> int:
+    """Returns the number of rows up to which the template is faster on this processor."""
+    return MAX_ROWS_WITHOUT_UNITS if is_wide(PRODUCT, dtype, 1) else MAX_ROWS
+
+
 def takes_template(product: torch.Tensor, depth: int) -> int | None:
     """Returns the columns of a block of the weight; None if oneDNN is as fast or faster.
 
@@ -135,11 +145,14 @@ def takes_template(product: torch.Tensor, depth: int) -> int | None:
         depth: How many elements are added up.
     """
     sizes = *product.shape, depth
-    is_bfloat16 = product.device.type == "cpu" and product.dtype is torch.bfloat16
-    if not is_bfloat16 or any(not isinstance(size, int) for size in sizes):
+    is_low_on_cpu = product.device.type == "cpu" and is_low(product.dtype)
+    if not is_low_on_cpu or any(not isinstance(size, int) for size in sizes):
         return None
     rows, columns, depth = sizes
-    is_few = 0 < rows <= MAX_ROWS
-    if not is_few or columns < MIN_COLUMNS or columns * depth < MIN_WEIGHTS:
+    if (
+        not 0 < rows <= max_rows(product.dtype)
+        or columns < MIN_COLUMNS
+        or columns * depth < MIN_WEIGHTS
+    ):
         return None
-    return few_rows_block(rows, columns, depth)
+    return few_rows_block(product.dtype, rows, columns, depth)

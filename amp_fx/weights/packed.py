@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     Run = Callable[[fx.Node, Mapping[fx.Node, Any]], Any]
     Check = Callable[[fx.Graph], None]
+    Widen = Callable[[fx.Graph], None]
 
 
 class CannotPackError(AmpFxError):
@@ -153,6 +154,7 @@ def compile_packed(
     folds_batch_norm: bool = False,
     chooses_kernels: bool = False,
     check: Check | None = None,
+    widen: Widen | None = None,
     **kwargs: Any,
 ) -> tuple[PackedGraph, list[Any]]:
     """Packs the weights of a graph and compiles it.
@@ -169,6 +171,7 @@ def compile_packed(
             oneDNN: products of few rows in inductor's C++ template (``few_rows``), and products of
             one input as one product.
         check: Raises ``CannotPackError`` for a packed graph that must not be compiled.
+        widen: Computes the remaining low products in float32 if this CPU has no units for them.
         **kwargs: Other arguments of the inner compiler.
 
     Returns:
@@ -187,6 +190,7 @@ def compile_packed(
             folds_batch_norm=folds_batch_norm,
             chooses_kernels=chooses_kernels,
             check=check,
+            widen=widen,
         )
         inputs = [example_inputs[i] for i in taken]
         new_positions = {position: i for i, position in enumerate(taken)}
@@ -250,6 +254,7 @@ def pack(
     folds_batch_norm: bool,
     chooses_kernels: bool,
     check: Check | None = None,
+    widen: Widen | None = None,
     run: Run = run_node,
 ) -> tuple[Constants, tuple[int, ...], bool]:
     """Edits a graph with the freezing passes, in the order of ``fw_compiler_freezing``.
@@ -264,6 +269,7 @@ def pack(
         enter_freezing,
         freezing,
         freezing_passes,
+        packing_for_onednn,
         record_has_frozen_params,
         view_to_reshape,
     )
@@ -274,8 +280,6 @@ def pack(
     weights = {i: weight for i, weight in weights.items() if placeholders[i] not in written}
     taken = tuple(i for i in range(len(placeholders)) if i not in weights)
     layout_opt = bool(GraphLowering.decide_layout_opt(gm, is_inference=True))
-    if layout_opt:
-        freezing.convert_conv_weights_to_channels_last(gm)
     constants = Constants(gm, names, run)
     with enter_freezing():
         view_to_reshape(gm)  # type: ignore[no-untyped-call]
@@ -289,10 +293,15 @@ def pack(
             constants.fold(gm)
             if block_few_rows(gm.graph):
                 constants.fold(gm)  # later passes give the blocks fake values, without padding
+        if widen is not None:
+            widen(gm.graph)
+        if layout_opt:
+            freezing.convert_conv_weights_to_channels_last(gm)
         with (
             replaced((freezing, "constant_fold", constants.fold)),
             batch_norm_folding(folds_batch_norm),
             config.patch({"cpp.enable_concat_linear": True} if chooses_kernels else {}),
+            packing_for_onednn() if chooses_kernels else contextlib.nullcontext(),
         ):
             splits = set(_splits(gm.graph))
             freezing_passes(gm, [example_inputs[i] for i in taken])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import fx
+from torch._inductor.fx_passes import mkldnn_fusion
 from torch.overrides import BaseTorchFunctionMode
 
 import amp_fx.weights.few_rows  # noqa: F401 (registers an op)
@@ -372,8 +373,17 @@ def test_templates_pass_their_inputs_through_this_class() -> None:
     assert {"wrapped", "preprocessor", "postprocessor"} <= set(names)
 
 
+def test_float32_products_can_be_packed_for_onednn() -> None:
+    """MKL's kernel keeps the weight beside its packed form."""
+    source = inspect.getsource(mkldnn_fusion)
+    assert source.count("V.aot_compilation") == 2
+    with inductor.packing_for_onednn():
+        assert inductor.V.aot_compilation
+    assert not inductor.V.aot_compilation
+
+
 def test_the_kernel_of_a_template_is_known_before_there_is_a_graph() -> None:
-    blocks = {inductor.few_rows_block(1, columns, 64) for columns in (96, 64, 16)}
+    blocks = {inductor.few_rows_block(torch.bfloat16, 1, columns, 64) for columns in (96, 64, 16)}
     assert blocks in ({48, 32, 16}, {24, 16}, {None}), "AVX512, AVX2, others"
 
 
