@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.tables.generated import EXACT_POWERS, INEXACT, INEXACT_IN_FLOAT32, MOVES, SCALING
+from amp_fx.tables.generated import (
+    EXACT_POWERS,
+    INEXACT,
+    INEXACT_IN_FLOAT32,
+    MOVES,
+    SCALING,
+    SEQUENCES,
+)
 from amp_fx.torch_private.ops import OpOverload, returns_alias
 from amp_fx.torch_private.pytree import tree_leaves
 from amp_fx.torch_private.tensors import suggest_memory_format
@@ -172,12 +179,17 @@ def needs_kernel(op: Any, arguments: Sequence[Any]) -> bool:
         return False
     tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
     floats = list(filter(_is_float, tensors))
+    name = op._schema.name.removeprefix("aten::")
+    if not tensors:
+        is_inexact = name in SEQUENCES or (name == "arange" and _has_float(arguments))
+        return is_inexact and all(_device_type(value) in (None, "cpu") for value in arguments)
     if not floats or any(value.device.type != "cpu" for value in tensors) or returns_alias(op):
         return False
-    name = op._schema.name.removeprefix("aten::")
     if name in MOVES or torch.Tag.nondeterministic_seeded in op.tags:  # ``fallback_random`` does
         return False
     if torch.Tag.pointwise not in op.tags or name in INEXACT or name.startswith("special_"):
+        return True
+    if any(value.is_complex() for value in floats):  # decompositions round other steps
         return True
     if any(value.dtype.itemsize > 2 for value in floats):
         return name in INEXACT_IN_FLOAT32 or _has_inexact_number(name, arguments, torch.float32)
@@ -199,6 +211,14 @@ def _has_inexact_number(name: str, arguments: Sequence[Any], dtype: torch.dtype)
     if is_number and name in SCALING:
         return True
     return any(float(torch.tensor(n, dtype=dtype)) != n for n in numbers)
+
+
+def _has_float(arguments: Sequence[Any]) -> bool:
+    return any(isinstance(value, float | torch.SymFloat) for value in arguments)
+
+
+def _device_type(value: Any) -> str | None:
+    return value.type if isinstance(value, torch.device) else None
 
 
 def _is_float(value: Any) -> bool:
