@@ -12,6 +12,7 @@ which inductor's own ``numerics="strict"`` does the same.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +26,12 @@ from amp_fx.tables.generated import (
     SCALING,
     SEQUENCES,
 )
-from amp_fx.torch_private.ops import OpOverload, returns_alias
+from amp_fx.torch_private.ops import DispatchKey, OpOverload, returns_alias
 from amp_fx.torch_private.pytree import tree_leaves
 from amp_fx.torch_private.tensors import suggest_memory_format
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import fx
 
@@ -75,6 +76,36 @@ def exact_decompositions(decompositions: Mapping[Any, Callable[..., Any]]) -> di
     """
     table = {op: _decompose_unless_needed(op, function) for op, function in decompositions.items()}
     return table | {_aten.native_dropout_backward.default: _dropout_backward}
+
+
+_EARLY = """
+    hardshrink multi_margin_loss multilabel_margin_loss_forward softshrink upsample_bicubic2d
+    upsample_bilinear2d upsample_linear1d upsample_trilinear3d
+"""
+"""Inexact ops that torch decomposes by Python kernels, before any table of decompositions."""
+
+
+@contextlib.contextmanager
+def without_early_decompositions() -> Iterator[None]:
+    """Context manager in which tracing leaves the ops in ``_EARLY`` to the decomposition table.
+
+    Relies on ``OpOverload.py_kernels``, which the dispatcher prefers while a graph is traced, and
+    on ``_dispatch_cache``.
+    """
+    packets = [getattr(_aten, name) for name in _EARLY.split()]
+    ops = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    removed = {op: {key: op.py_kernels.pop(key, None) for key in _EARLY_KEYS} for op in ops}
+    try:
+        for op in ops:
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, kernels in removed.items():
+            op.py_kernels.update({key: kernel for key, kernel in kernels.items() if kernel})
+            op._dispatch_cache.clear()
+
+
+_EARLY_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
 def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:

@@ -366,3 +366,18 @@ def test_complex_numbers_and_sequences_have_the_bits_of_eager_code() -> None:
     x = torch.randn(97, dtype=torch.complex64)
     with torch.no_grad():
         assert all(map(torch.equal, compiled(program)(x), program(x)))
+
+
+def test_ops_that_torch_decomposes_early_have_the_bits_of_eager_code() -> None:
+    def program(x: torch.Tensor) -> list[torch.Tensor]:
+        modes = {"linear": x[0], "bilinear": x, "bicubic": x, "trilinear": x[None]}
+        resized = [functional.interpolate(y, scale_factor=1.7, mode=m) for m, y in modes.items()]
+        return [*resized, functional.softshrink(x)]
+
+    def gradients(function: Callable[..., Any]) -> list[torch.Tensor]:
+        outs = function(x)
+        return [*outs, *(torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for y in outs)]
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 4, 4, requires_grad=True)
+    assert all(map(torch.equal, gradients(compiled(program)), gradients(program)))

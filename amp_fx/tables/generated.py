@@ -22,15 +22,15 @@ MOVES = frozenset(f"{_MAKE} {_MOVE} {_COMPARE}".split())
 """Ops that return elements unchanged, or the position of an extreme element."""
 
 _INEXACT = """
-    acosh addcmul asin asinh atanh celu cosh elu erf fmax fmin fmod gelu gelu_backward igammac ldexp
-    lerp lgamma logaddexp2 logit logit_backward mish mvlgamma nextafter polygamma relu6 remainder
-    rsqrt selu sigmoid_backward silu_backward sin sinc sinh softshrink xlogy
+    acosh addcmul asin asinh atan2 atanh celu cosh elu erf fmax fmin fmod gelu gelu_backward igammac
+    ldexp lerp lgamma logaddexp2 logit logit_backward mish mvlgamma nextafter polygamma relu6
+    remainder rsqrt selu sigmoid_backward silu_backward sin sinc sinh softshrink xlogy
 """
 INEXACT = frozenset(_INEXACT.split())
 """Pointwise ops whose generated code differs in a low dtype; all ``special_*`` ops do as well."""
 
 _FLOAT32 = """
-    acos atan atan2 cos erfc erfinv exp exp2 expm1 hypot i0 igamma log log10 log1p log2 logaddexp
+    acos atan cos erfc erfinv exp exp2 expm1 hypot i0 igamma log log10 log1p log2 logaddexp
     sigmoid silu softplus sqrt tan tanh tanh_backward
 """
 INEXACT_IN_FLOAT32 = frozenset(_FLOAT32.split())
