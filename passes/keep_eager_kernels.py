@@ -12,18 +12,26 @@ which inductor's own ``numerics="strict"`` does the same.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.tables.generated import EXACT_POWERS, INEXACT, INEXACT_IN_FLOAT32, MOVES, SCALING
-from amp_fx.torch_private.ops import OpOverload, returns_alias
+from amp_fx.tables.generated import (
+    EXACT_POWERS,
+    INEXACT,
+    INEXACT_IN_FLOAT32,
+    MOVES,
+    SCALING,
+    SEQUENCES,
+)
+from amp_fx.torch_private.ops import DispatchKey, OpOverload, returns_alias
 from amp_fx.torch_private.pytree import tree_leaves
 from amp_fx.torch_private.tensors import suggest_memory_format
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import fx
 
@@ -68,6 +76,36 @@ def exact_decompositions(decompositions: Mapping[Any, Callable[..., Any]]) -> di
     """
     table = {op: _decompose_unless_needed(op, function) for op, function in decompositions.items()}
     return table | {_aten.native_dropout_backward.default: _dropout_backward}
+
+
+_EARLY = """
+    hardshrink multi_margin_loss multilabel_margin_loss_forward softshrink upsample_bicubic2d
+    upsample_bilinear2d upsample_linear1d upsample_trilinear3d
+"""
+"""Inexact ops that torch decomposes by Python kernels, before any table of decompositions."""
+
+
+@contextlib.contextmanager
+def without_early_decompositions() -> Iterator[None]:
+    """Context manager in which tracing leaves the ops in ``_EARLY`` to the decomposition table.
+
+    Relies on ``OpOverload.py_kernels``, which the dispatcher prefers while a graph is traced, and
+    on ``_dispatch_cache``.
+    """
+    packets = [getattr(_aten, name) for name in _EARLY.split()]
+    ops = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    removed = {op: {key: op.py_kernels.pop(key, None) for key in _EARLY_KEYS} for op in ops}
+    try:
+        for op in ops:
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, kernels in removed.items():
+            op.py_kernels.update({key: kernel for key, kernel in kernels.items() if kernel})
+            op._dispatch_cache.clear()
+
+
+_EARLY_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
 def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
@@ -172,12 +210,17 @@ def needs_kernel(op: Any, arguments: Sequence[Any]) -> bool:
         return False
     tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
     floats = list(filter(_is_float, tensors))
+    name = op._schema.name.removeprefix("aten::")
+    if not tensors:
+        is_inexact = name in SEQUENCES or (name == "arange" and _has_float(arguments))
+        return is_inexact and all(_device_type(value) in (None, "cpu") for value in arguments)
     if not floats or any(value.device.type != "cpu" for value in tensors) or returns_alias(op):
         return False
-    name = op._schema.name.removeprefix("aten::")
     if name in MOVES or torch.Tag.nondeterministic_seeded in op.tags:  # ``fallback_random`` does
         return False
     if torch.Tag.pointwise not in op.tags or name in INEXACT or name.startswith("special_"):
+        return True
+    if any(value.is_complex() for value in floats):  # decompositions round other steps
         return True
     if any(value.dtype.itemsize > 2 for value in floats):
         return name in INEXACT_IN_FLOAT32 or _has_inexact_number(name, arguments, torch.float32)
@@ -199,6 +242,14 @@ def _has_inexact_number(name: str, arguments: Sequence[Any], dtype: torch.dtype)
     if is_number and name in SCALING:
         return True
     return any(float(torch.tensor(n, dtype=dtype)) != n for n in numbers)
+
+
+def _has_float(arguments: Sequence[Any]) -> bool:
+    return any(isinstance(value, float | torch.SymFloat) for value in arguments)
+
+
+def _device_type(value: Any) -> str | None:
+    return value.type if isinstance(value, torch.device) else None
 
 
 def _is_float(value: Any) -> bool:

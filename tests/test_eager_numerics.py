@@ -81,8 +81,9 @@ def test_a_third_of_the_programs_run_in_each_test_run() -> None:
     assert 3 * len(FAST) >= len(programs)
 
 
-def compiled(program: Any, **kwargs: Any) -> Any:
-    return torch.compile(program, backend="amp_fx", options={"numerics": "eager"}, **kwargs)
+def compiled(program: Any, *, options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    options = {"numerics": "eager", **(options or {})}
+    return torch.compile(program, backend="amp_fx", options=options, **kwargs)
 
 
 def check(name: str, context: Callable[[], Any], *, differentiate: bool) -> None:
@@ -308,9 +309,13 @@ def arguments(op: Any, dtype: torch.dtype) -> list[Any] | None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("code", ["vector", "scalar"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_generated_code_has_atens_bits_for_ops_that_count_as_exact(dtype: torch.dtype) -> None:
+def test_generated_code_has_atens_bits_for_ops_that_count_as_exact(
+    dtype: torch.dtype, code: str
+) -> None:
     """But for those that eager code never calls by themselves."""
+    options = {"cpp.simdlen": 1} if code == "scalar" else {}
     torch.manual_seed(0)
     chosen = []
     for op in pointwise_ops():
@@ -333,8 +338,46 @@ def test_generated_code_has_atens_bits_for_ops_that_count_as_exact(dtype: torch.
 
         torch._dynamo.reset()
         with torch.no_grad():
-            results = compiled(call)([args for _, args, _ in part])
+            results = compiled(call, options=options)([args for _, args, _ in part])
         for (op, _, expected), actual in zip(part, results, strict=True):
             if difference := oracle.leaf_difference(expected, actual):
                 wrong.append(f"{op}: {difference}")
     assert not wrong
+
+
+def test_bits_do_not_depend_on_which_elements_vector_code_computes() -> None:
+    def program(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        functions = (torch.sigmoid, torch.log1p, torch.expm1, torch.lgamma, functional.softplus)
+        return [*(f(x) for f in functions), torch.exp2(x), torch.atan2(x, y)]
+
+    torch.manual_seed(0)
+    x, y = (torch.randn(128, 64).abs()[:, :37] for _ in range(2))
+    with torch.no_grad():
+        assert all(map(torch.equal, compiled(program)(x, y), program(x, y)))
+
+
+def test_complex_numbers_and_sequences_have_the_bits_of_eager_code() -> None:
+    def program(x: torch.Tensor) -> list[torch.Tensor]:
+        dtypes = (torch.float32, torch.bfloat16)
+        sequences = [torch.linspace(0, 1, 50, dtype=dtype) for dtype in dtypes]
+        return [x.sgn(), x.angle(), *sequences, torch.arange(0.3, 100, 0.7)]
+
+    torch.manual_seed(0)
+    x = torch.randn(97, dtype=torch.complex64)
+    with torch.no_grad():
+        assert all(map(torch.equal, compiled(program)(x), program(x)))
+
+
+def test_ops_that_torch_decomposes_early_have_the_bits_of_eager_code() -> None:
+    def program(x: torch.Tensor) -> list[torch.Tensor]:
+        modes = {"linear": x[0], "bilinear": x, "bicubic": x, "trilinear": x[None]}
+        resized = [functional.interpolate(y, scale_factor=1.7, mode=m) for m, y in modes.items()]
+        return [*resized, functional.softshrink(x)]
+
+    def gradients(function: Callable[..., Any]) -> list[torch.Tensor]:
+        outs = function(x)
+        return [*outs, *(torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for y in outs)]
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 4, 4, requires_grad=True)
+    assert all(map(torch.equal, gradients(compiled(program)), gradients(program)))

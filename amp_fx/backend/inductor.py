@@ -17,7 +17,7 @@ from amp_fx.backend.inductor_repair import repaired
 from amp_fx.backend.isolated_rows import composites_isolated, isolating
 from amp_fx.backend.numerics import is_strict, numerics_config
 from amp_fx.graphs.policy_mode import markers_left_on_error
-from amp_fx.passes.keep_eager_kernels import exact_decompositions
+from amp_fx.passes.keep_eager_kernels import exact_decompositions, without_early_decompositions
 from amp_fx.policies.float8 import float8_product
 from amp_fx.policies.rounding import lower_rounded
 from amp_fx.progress import working
@@ -99,6 +99,8 @@ def compile_with_inductor(
         stack.enter_context(narrowing_in_keys(options))
         stack.enter_context(settled(settings))
         stack.enter_context(composites_isolated(options))
+        if options.numerics == "eager":
+            stack.enter_context(without_early_decompositions())
         return compile_fx_module.compile_fx(  # type: ignore[return-value]
             gm,
             example_inputs,

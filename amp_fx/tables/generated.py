@@ -2,8 +2,10 @@
 
 Measured for every pointwise op of ATen, with ``numerics="strict"`` on torch 2.15 and
 ``emulate_precision_casts`` on 2.13: for all bfloat16 and float16 numbers, and for 65,536 bit
-patterns of float32. ``tests/test_eager_numerics.py`` repeats the measurement for exact ops. Ops
-that are neither pointwise nor in ``MOVES`` count as inexact, because their order of sums differs.
+patterns of float32. Vector code and scalar code were both measured, because strides and sizes
+decide which elements of a tensor each of them computes. ``tests/test_eager_numerics.py`` repeats
+the measurement for exact ops. Ops that are neither pointwise nor in ``MOVES`` count as inexact,
+because their order of sums differs.
 """
 
 from __future__ import annotations
@@ -20,19 +22,22 @@ MOVES = frozenset(f"{_MAKE} {_MOVE} {_COMPARE}".split())
 """Ops that return elements unchanged, or the position of an extreme element."""
 
 _INEXACT = """
-    acosh addcmul asinh atanh celu cosh elu fmax fmin fmod gelu gelu_backward igammac ldexp lerp
-    logaddexp2 logit logit_backward mish mvlgamma nextafter polygamma relu6 remainder rsqrt selu
-    sigmoid_backward silu_backward sinc sinh softshrink xlogy
+    acosh addcmul asin asinh atan2 atanh celu cosh elu erf fmax fmin fmod gelu gelu_backward igammac
+    ldexp lerp lgamma logaddexp2 logit logit_backward mish mvlgamma nextafter polygamma relu6
+    remainder rsqrt selu sigmoid_backward silu_backward sin sinc sinh softshrink xlogy
 """
 INEXACT = frozenset(_INEXACT.split())
 """Pointwise ops whose generated code differs in a low dtype; all ``special_*`` ops do as well."""
 
 _FLOAT32 = """
-    acos asin atan cos erf erfc erfinv exp i0 igamma log log10 log2 logaddexp silu sin sqrt
-    tan tanh tanh_backward
+    acos atan cos erfc erfinv exp exp2 expm1 hypot i0 igamma log log10 log1p log2 logaddexp
+    sigmoid silu softplus sqrt tan tanh tanh_backward
 """
 INEXACT_IN_FLOAT32 = frozenset(_FLOAT32.split())
 """Pointwise ops whose generated code differs in float32, because ATen calls another library."""
+
+SEQUENCES = frozenset(["linspace", "logspace"])
+"""Ops that create a tensor from numbers; ``arange`` of integers is exact, of floats it is not."""
 
 EXACT_POWERS = (1, 2)
 """Exponents for which ``pow`` is exact."""
