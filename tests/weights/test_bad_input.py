@@ -208,10 +208,17 @@ def test_a_model_is_deleted_while_a_thread_is_inside() -> None:
 
 
 FORK = """
-import os, torch
+import os, threading, torch, amp_fx
 from tests.weights.nets import EVAL, TRAIN, compile_amp_fx, make_net
 net, twin = make_net(), make_net()
 compiled = compile_amp_fx(net)
+other = torch.ones(4)
+kept = amp_fx.keep(lambda w: w * 2, other)
+stop = threading.Event()
+
+def call():
+    while not stop.is_set():
+        kept(), kept.invalidate()
 
 def check(factor, graphs=(EVAL, TRAIN, EVAL)):
     for model in (net, twin):
@@ -221,8 +228,13 @@ def check(factor, graphs=(EVAL, TRAIN, EVAL)):
         graph.check(compiled, net, twin)
 
 check(1.0)
+thread = threading.Thread(target=call)  # what it locks may be locked in the child
+thread.start()
 child = os.fork()
 if not child:
+    other.add_(1)
+    assert torch.equal(kept(), other * 2)
+    assert torch.equal(amp_fx.keep(lambda w: w + 1, other)(), other + 1)
     # Builds for accelerators refuse a backward in a fork.
     graphs = (EVAL, EVAL) if torch.version.cuda else (EVAL, TRAIN)
     check(3.0, graphs)
@@ -231,6 +243,9 @@ if not child:
 check(2.0)
 check(0.5)
 assert os.waitpid(child, 0)[1] == 0, "the child failed"
+stop.set()
+thread.join()
+assert torch.equal(kept(), torch.full((4,), 2.0))
 check(1.5)
 """
 

@@ -243,6 +243,13 @@ for factor in (2, 4, 6):
 assert len(calls) == 3 and not kept.is_fresh() and kept.bytes == 0
 assert "could not be built" in kept.why_remade, kept.why_remade
 kept.invalidate()
+assert not kept().requires_grad
+try:
+    amp_fx.keep(lambda w: w.t(), weight)()
+except amp_fx.errors.KeepError:
+    pass
+else:
+    raise AssertionError("a view of a weight is refused without the compiled part, too")
 weight_cache.invalidate()
 weight_cache.clear()
 weight_cache.set_limit(1)
