@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 from amp_fx import errors, weight_cache
+from amp_fx.backend import caching
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
+from amp_fx.options import Options
 from amp_fx.weights import store
 from amp_fx.weights.engine import is_available
 from amp_fx.weights.store import STORE
@@ -191,6 +191,7 @@ def test_statistics_that_a_call_writes_are_not_frozen() -> None:
     torch.testing.assert_close(model.state_dict(), twin.state_dict())
 
 
+@pytest.mark.usefixtures("_low_products")
 @torch.no_grad()
 def test_what_is_alike_is_kept_once() -> None:
     class Unrolled(nn.Module):
@@ -270,32 +271,6 @@ def test_blocks_that_share_code_have_values_of_their_own() -> None:
             assert_same(block(inputs()), expected)
 
 
-WRITTEN = st.lists(
-    st.tuples(st.sampled_from(["a.weight", "a.bias", "b.weight"]), st.sampled_from([0, 1, 2])),
-    max_size=6,
-)
-
-
-@settings(max_examples=15, deadline=None)
-@given(st.lists(WRITTEN, min_size=1, max_size=4))
-def test_any_sequence(rounds: list[list[tuple[str, int]]]) -> None:
-    net = make_net()
-    twin = twin_of(net)
-    compiled = FROZEN.compile(net)
-    for i, writes in enumerate(rounds):
-        for model in (net, twin):
-            for name, way in writes:
-                weight = model.get_parameter(name)
-                new = random(*weight.shape, seed=i)
-                if way == 0:
-                    weight.data.mul_(new)
-                elif way == 1:
-                    weight.data = new
-                else:
-                    torch._foreach_copy_([weight.data], [new])
-        FROZEN.check(compiled, net, twin)
-
-
 # ------------------------------------------------------------------------------- the interface
 
 
@@ -321,17 +296,16 @@ def test_stats_say_what_is_kept_of_which_weights() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("forget", [weight_cache.clear, weight_cache.invalidate])
-def test_what_is_forgotten_is_made_again(forget: Callable[[], None]) -> None:
+def test_what_is_forgotten_is_made_again() -> None:
     net = make_net()
     twin = twin_of(net)
     compiled = FROZEN.compile(net)
     FROZEN.check(compiled, net, twin)
     array, other = net.a.weight.numpy(), twin.a.weight.numpy()
-    for step in range(2):
+    for forget in (weight_cache.clear, weight_cache.invalidate):
         FROZEN.check(compiled, net, twin)
-        array += step  # an alias from before the latest call: nobody sees it
-        other += step
+        array += 1  # an alias from before the latest call: nobody sees it
+        other += 1
         forget()
         FROZEN.check(compiled, net, twin)
 
@@ -363,20 +337,6 @@ def test_verify_full_raises_for_an_unseen_write_of_one_element() -> None:
 
 
 @torch.no_grad()
-def test_weights_can_be_swapped() -> None:
-    net = make_net()
-    twin = twin_of(net)
-    compiled = FROZEN.compile(net)
-    for i in range(2):
-        FROZEN.check(compiled, net, twin)
-        FROZEN.check(compiled, net, twin)
-        for model in (net, twin):
-            other = nn.Parameter(random(4, 4, seed=i))
-            torch.utils.swap_tensors(model.a.weight, other)  # type: ignore[no-untyped-call]
-    FROZEN.check(compiled, net, twin)
-
-
-@torch.no_grad()
 def test_a_limit_leaves_no_more_than_fits() -> None:
     weight_cache.clear()
     net = make_net()
@@ -401,23 +361,6 @@ def test_a_dead_model_leaves_nothing() -> None:
     del net
     gc.collect()
     assert weight_cache.stats().bytes == 0
-
-
-@torch.no_grad()
-def test_weights_that_change_on_every_call() -> None:
-    weight_cache.clear()
-    net = make_net()
-    twin = twin_of(net)
-    compiled = FROZEN.compile(net)
-    for _ in range(8):
-        for model in (net, twin):
-            for parameter in model.parameters():
-                parameter.data.mul_(1.1)
-        FROZEN.check(compiled, net, twin)
-    before = weight_cache.stats().refreshes
-    for _ in range(4):  # they change no more
-        FROZEN.check(compiled, net, twin)
-    assert weight_cache.stats().refreshes == before
 
 
 @torch.no_grad()
@@ -457,13 +400,12 @@ def test_a_refresh_that_fails_leaves_nothing_stale(monkeypatch: pytest.MonkeyPat
     FROZEN.check(compiled, net, twin)
 
 
-@pytest.mark.parametrize("batches", [(3, 5, 7, 1)])
-def test_batches_of_any_size(batches: tuple[int, ...]) -> None:
+def test_batches_of_any_size() -> None:
     net = make_net()
     twin = twin_of(net)
     compiled = torch.compile(net, backend="amp_fx", dynamic=True)
     with torch.inference_mode():
-        for batch in batches:
+        for batch in (3, 5, 1):
             for model in (net, twin):
                 model.b.weight.data.mul_(1.25)
             x = random(batch, 4)
@@ -508,13 +450,5 @@ def test_a_graph_of_other_weights_is_found_on_disk() -> None:
 @needs.FROZEN_GRAPHS
 @torch.no_grad()
 def test_code_that_holds_weights_itself_is_not_frozen() -> None:
-    weight_cache.clear()
-    net = make_net()
-    twin = twin_of(net)
-    compiled = FROZEN.compile(net, cpp_wrapper=True)
-    for factor in (1.5, -2.0):
-        FROZEN.check(compiled, net, twin)
-        for model in (net, twin):
-            model.a.weight.mul_(factor)
-    FROZEN.check(compiled, net, twin)
-    assert not is_packed()
+    for options, is_frozen in (({}, True), ({"cpp_wrapper": True}, False)):
+        assert caching.may_pack(Options.parse(options, None), [inputs()]) == is_frozen
