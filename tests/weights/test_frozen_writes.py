@@ -20,7 +20,7 @@ from amp_fx.weights import store
 from amp_fx.weights.engine import is_available
 from amp_fx.weights.store import STORE
 from tests import needs
-from tests.weights.nets import Graph, assert_same, compile_amp_fx, inputs, make_net, random, twin_of
+from tests.weights.nets import assert_same, compile_amp_fx, inputs, make_net, random, twin_of
 from tests.weights.test_writes import FROZEN, FrozenGraph
 
 if TYPE_CHECKING:
@@ -146,14 +146,16 @@ def is_packed() -> bool:
     return any(call._bind is not None for call in calls)
 
 
+@needs.FROZEN_GRAPHS
+@pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def check_made_again(name: str, frozen: Graph) -> None:
+def test_whatever_is_made_of_weights_is_made_again(name: str) -> None:
     """Calls are right after each of three writes of all weights, and find kept values."""
     build, make_input, options = MODELS[name]
     weight_cache.clear()
     model, x = build().eval(), make_input()
     twin = twin_of(model)
-    compiled = frozen.compile(model, fallback=False, **options)
+    compiled = FROZEN.compile(model, fallback=False, **options)
     for seed in range(3):
         changed(model, seed)
         changed(twin, seed)
@@ -166,12 +168,6 @@ def check_made_again(name: str, frozen: Graph) -> None:
     found = list(STORE.entries.values())
     assert found, "nothing is frozen"
     assert all(entry.slot.hits >= 3 for entry in found), "each is found fresh after each write"
-
-
-@needs.FROZEN_GRAPHS
-@pytest.mark.parametrize("name", MODELS)
-def test_whatever_is_made_of_weights_is_made_again(name: str) -> None:
-    check_made_again(name, FROZEN)
 
 
 @needs.FROZEN_GRAPHS
