@@ -17,6 +17,7 @@ from amp_fx.weights.split import CachedValueSpec
 from amp_fx.weights.store import STORE
 from tests.weights import nets, writes
 from tests.weights.nets import assert_same, compile_amp_fx, make_net
+from tests.weights.writes import SIGNALS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -162,8 +163,8 @@ def test_bytes_are_counted() -> None:
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("is_trained", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("write", sorted({**writes.WRITES, **writes.HARD_WRITES}))
-def test_every_write_is_seen(write: str, compiler: str, is_trained: bool) -> None:
+@pytest.mark.parametrize("write", sorted({*(names[0] for names in SIGNALS.values()), *TURNED}))
+def test_every_signal_of_a_write_is_seen(write: str, compiler: str, is_trained: bool) -> None:
     if compiler == "inductor" and (is_trained or write in TURNED):
         pytest.skip("frozen graphs are without gradients; their code refuses turned weights")
     net, twin = make_net(), make_net()

@@ -18,7 +18,6 @@ from amp_fx.weights.store import STORE
 from tests.float8.test_keep import count_float8
 from tests.weights import writes
 from tests.weights.nets import assert_same
-from tests.weights.test_random_sequences import PLAIN
 
 if TYPE_CHECKING:
     from torch import nn
@@ -106,7 +105,7 @@ NUM_VALUES = {"tensorwise": 3, "rowwise": 5, "rowwise-gw-hp": 5}
 """Two layouts of three weights, but for the first; one scale serves both."""
 
 
-@pytest.mark.parametrize("write", PLAIN)
+@pytest.mark.parametrize("write", ["data_mul_", "data_transposed", "foreach_copy_"])
 def test_writes_behind_a_step_are_seen(write: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.weights import nets
 
