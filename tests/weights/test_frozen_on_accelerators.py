@@ -46,7 +46,6 @@ FROZEN = Asked("frozen")
 
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
-    weight_cache.clear()
     with accelerator_like(monkeypatch) as pretended:
         yield pretended
 

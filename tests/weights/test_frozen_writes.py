@@ -152,7 +152,6 @@ def is_packed() -> bool:
 def test_whatever_is_made_of_weights_is_made_again(name: str) -> None:
     """Calls are right after each of three writes of all weights, and find kept values."""
     build, make_input, options = MODELS[name]
-    weight_cache.clear()
     model, x = build().eval(), make_input()
     twin = twin_of(model)
     compiled = FROZEN.compile(model, fallback=False, **options)
@@ -274,7 +273,6 @@ def test_blocks_that_share_code_have_values_of_their_own() -> None:
 @pytest.mark.usefixtures("_low_products")
 @torch.no_grad()
 def test_stats_say_what_is_kept_of_which_weights() -> None:
-    weight_cache.clear()
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU())
     compiled = FROZEN.compile(model)
     for _ in range(3):
@@ -334,23 +332,18 @@ def test_verify_full_raises_for_an_unseen_write_of_one_element() -> None:
 
 @torch.no_grad()
 def test_a_limit_leaves_no_more_than_fits() -> None:
-    weight_cache.clear()
     net = make_net()
     twin = twin_of(net)
     compiled = FROZEN.compile(net)
     FROZEN.check(compiled, net, twin)
-    try:
-        weight_cache.set_limit(10)
-        for _ in range(3):
-            FROZEN.check(compiled, net, twin)
-            assert weight_cache.stats().bytes <= 10
-    finally:
-        weight_cache.set_limit(None)
+    weight_cache.set_limit(10)
+    for _ in range(3):
+        FROZEN.check(compiled, net, twin)
+        assert weight_cache.stats().bytes <= 10
 
 
 @torch.no_grad()
 def test_a_dead_model_leaves_nothing() -> None:
-    weight_cache.clear()
     net = make_net()
     FROZEN.compile(net)(inputs())
     assert weight_cache.stats().bytes > 0
@@ -362,7 +355,6 @@ def test_a_dead_model_leaves_nothing() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("is_on", [True, False])
 def test_a_global_switch_is_honoured_and_never_stale(is_on: bool) -> None:
-    weight_cache.clear()
     net = make_net()
     twin = twin_of(net)
     with torch._inductor.config.patch(freezing=True):

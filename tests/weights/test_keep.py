@@ -34,20 +34,12 @@ from tests.weights.nets import make_net
 from tests.weights.strided import STRIDED, read_by, whole_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     Value = Any
 
 SIZE = 4
-
-
-@pytest.fixture(autouse=True)
-def _fresh_cache() -> Iterator[None]:
-    weight_cache.clear()
-    yield
-    weight_cache.set_limit(None)
-    weight_cache.clear()
 
 
 def weight(seed: int = 0, *shape: int) -> nn.Parameter:

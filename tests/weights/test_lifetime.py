@@ -7,7 +7,7 @@ import gc
 import io
 import pickle
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -26,18 +26,7 @@ from tests.weights.nets import (
     make_net,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 COPY_BYTES = 2 * (16 + 4 + 16)
-
-
-@pytest.fixture(autouse=True)
-def _empty_cache() -> Iterator[None]:
-    weight_cache.clear()
-    yield
-    weight_cache.set_limit(None)
-    weight_cache.clear()
 
 
 def copies() -> list[weakref.ref[torch.Tensor]]:

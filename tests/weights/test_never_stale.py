@@ -49,11 +49,6 @@ pytestmark = [pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs 
 ALL_WAYS = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 
 
-@pytest.fixture(autouse=True)
-def _empty_cache() -> None:
-    weight_cache.clear()
-
-
 # --------------------------------------------- through an alias that was taken before the call
 
 

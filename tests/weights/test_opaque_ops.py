@@ -12,7 +12,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import amp_fx
-from amp_fx import weight_cache
 from amp_fx.graphs import purity
 from tests import needs
 from tests.weights.keeping import TOLERANCE, batch, contents, error_of
@@ -84,7 +83,6 @@ class Opaque(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _fresh_state() -> Iterator[None]:
-    weight_cache.clear()
     _reset()
     yield
     purity._registered.clear()

@@ -40,7 +40,6 @@ pytestmark = needs.WATCH
 
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
-    weight_cache.clear()
     with accelerator_like(monkeypatch) as pretended:
         yield pretended
 

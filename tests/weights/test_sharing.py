@@ -64,7 +64,6 @@ def test_tied_weights(compiler: str) -> None:
 
 
 def test_one_copy_of_each_dtype_for_all_graphs_of_a_model() -> None:
-    weight_cache.clear()
     net = make_net()
     first, second = compile_amp_fx(net), compile_amp_fx(net)
     first(inputs())
@@ -381,7 +380,6 @@ def test_layers_that_are_compiled_one_by_one_share_code_and_no_copies(is_flat: b
 
 
 def test_without_the_cache() -> None:
-    weight_cache.clear()
     net, twin = make_net(), make_net()
     compiled = TRAIN.compile(net, weight_cache=False)
     TRAIN.check(compiled, net, twin)
@@ -389,7 +387,6 @@ def test_without_the_cache() -> None:
 
 
 def test_a_region_that_disables_eager_caching_disables_ours() -> None:
-    weight_cache.clear()
     net, twin = make_net(), make_net()
     compiled = compile_amp_fx(net)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
