@@ -663,9 +663,9 @@ def test_what_is_no_weight_is_refused_at_once() -> None:
     with pytest.raises(KeepError, match="meta device has no data"):
         amp_fx.keep(doubled, torch.empty(2, device="meta"))
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
-    for bad in (torch.eye(3).to_sparse(), torch.eye(3).to_mkldnn(), quantized):
+    for unwatchable in (torch.eye(3).to_sparse(), torch.eye(3).to_mkldnn(), quantized):
         with pytest.raises(KeepError, match="cannot be watched"):
-            amp_fx.keep(doubled, bad)
+            amp_fx.keep(doubled, unwatchable)
     with pytest.raises(ValueError, match="'sample', 'full' or 'off', got 'always'"):
         amp_fx.keep(doubled, weight(), verify="always")
 
