@@ -225,30 +225,6 @@ assert torch.equal(kept(), torch.full((4,), 2.0))
 check(1.5)
 """
 
-WORKERS = """
-import torch
-from torch.utils.data import DataLoader, Dataset
-from tests.weights.nets import EVAL, TRAIN, compile_amp_fx, make_net
-net, twin = make_net(), make_net()
-compiled = compile_amp_fx(net)
-EVAL.check(compiled, net, twin)
-
-class Features(Dataset):
-    def __len__(self):
-        return 6
-    def __getitem__(self, i):
-        net.a.weight.data.mul_(2.0)
-        twin.a.weight.data.mul_(2.0)
-        EVAL.check(compiled, net, twin)
-        return net.a.weight.detach().sum()
-
-if __name__ == "__main__":
-    for batch in DataLoader(Features(), num_workers=2, multiprocessing_context="fork"):
-        TRAIN.check(compiled, net, twin)
-        for model in (net, twin):
-            model.b.weight.data.mul_(1.5)
-        EVAL.check(compiled, net, twin)
-"""
 
 WRITING = """
 import os, signal, sys, threading, torch
@@ -277,11 +253,7 @@ os._exit(0)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize(
     "program",
-    [
-        pytest.param(FORK, id="fork"),
-        pytest.param(WORKERS, id="workers"),
-        pytest.param(WRITING, id="writing", marks=pytest.mark.slow),
-    ],
+    [pytest.param(FORK, id="fork"), pytest.param(WRITING, id="writing", marks=pytest.mark.slow)],
 )
 def test_processes_that_fork(program: str) -> None:
     command = [sys.executable, "-X", "faulthandler", "-c", program]
