@@ -150,13 +150,6 @@ def test_limits_are_pickled() -> None:
     assert run.iterate(False, False, False) == 16.0
 
 
-def test_overflows_in_a_row_are_pickled() -> None:
-    run = Run(init_scale=8.0, hysteresis=3)
-    run.iterate(True, True)
-    run.scaler = pickle.loads(pickle.dumps(run.scaler))
-    assert run.iterate(True) == 4.0
-
-
 def test_the_scale_stays_at_its_address() -> None:
     """CUDA graphs read it there."""
     run = Run(growth_interval=1)

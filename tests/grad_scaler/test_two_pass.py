@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import amp_fx
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.grad_scaler.compiled_step import PlainStep
 from amp_fx.grad_scaler.two_pass import rule_of
 from tests.grad_scaler.loops import make_params, set_scaled_grads
@@ -73,12 +75,19 @@ def numbers(params: Sequence[Tensor], optimizer: Any) -> list[Tensor]:
     return found
 
 
-def with_scaler(make: Make, bads: Sequence[float | None], **given: Any) -> list[list[Tensor]]:
+def with_scaler(
+    make: Make,
+    bads: Sequence[float | None],
+    *,
+    max_norm: float | None = MAX_NORM,
+    dtype: torch.dtype = torch.float64,
+    **given: Any,
+) -> list[list[Tensor]]:
     """All numbers after each step; in two passes if anything is given to ``compile_step``."""
-    params = make_params(*SHAPES, dtype=torch.float64)
+    params = make_params(*SHAPES, dtype=dtype)
     optimizer = make(params)
     scaler: Any = (amp_fx if given else torch.amp).GradScaler("cpu", growth_interval=2)
-    step = scaler.compile_step(optimizer, max_norm=MAX_NORM, **given) if given else None
+    step = scaler.compile_step(optimizer, max_norm=max_norm, **given) if given else None
     found = []
     for seed, bad in enumerate(bads):
         set_scaled_grads(scaler, params, bad, seed)
@@ -86,7 +95,7 @@ def with_scaler(make: Make, bads: Sequence[float | None], **given: Any) -> list[
             step()
         else:
             scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
+            torch.nn.utils.clip_grad_norm_(params, max_norm or math.inf)
             scaler.step(optimizer)
             scaler.update()
         scale = torch.tensor(scaler.get_scale(), dtype=torch.float64)
@@ -132,15 +141,28 @@ def in_two_passes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return runs
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_the_formulas_are_torchs(name: str, in_two_passes: list[None]) -> None:
+BADS = (None, None, math.inf, None, math.nan, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "max_norm"), [*((name, MAX_NORM) for name in MAKERS), ("adamw", None)]
+)
+def test_the_formulas_are_torchs(
+    name: str, max_norm: float | None, in_two_passes: list[None]
+) -> None:
     """In float64, where roundings hide nothing; torch's scaler and clipping come before them."""
-    bads = (None, None, math.inf, None, math.nan, None)
-    expected = with_scaler(MAKERS[name], bads)
-    actual = with_scaler(MAKERS[name], bads, backend="eager")
+    expected = with_scaler(MAKERS[name], BADS, max_norm=max_norm)
+    actual = with_scaler(MAKERS[name], BADS, max_norm=max_norm, backend="eager")
     # Fused kernels take the norm and the step size in float64 as well.
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9)
-    assert len(in_two_passes) == len(bads) - (name != "sgd")
+    assert len(in_two_passes) == len(BADS) - (name != "sgd")
+
+
+@pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")
+def test_the_formulas_are_torchs_through_inductor() -> None:
+    expected = with_scaler(MAKERS["adamw"], BADS, dtype=torch.float32)
+    actual = with_scaler(MAKERS["adamw"], BADS, dtype=torch.float32, backend="inductor")
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam, decay", "sgd, nesterov", "groups"])
@@ -159,15 +181,21 @@ class Own(torch.optim.AdamW):
 
 OTHERS: dict[str, Make] = {
     "rmsprop": with_options(torch.optim.RMSprop),
+    "adagrad, fused": with_options(torch.optim.Adagrad, fused=True),
     "a class of somebody's own": with_options(Own),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_others_run_eagerly_and_say_so(name: str, in_two_passes: list[None]) -> None:
-    expected = without_scaler(OTHERS[name], 3)
-    with pytest.warns(UserWarning, match="run eagerly, .* require") as warned:
-        actual = without_scaler(OTHERS[name], 3, backend="eager")
+@pytest.mark.parametrize(
+    "train",
+    [functools.partial(with_scaler, bads=BADS), functools.partial(without_scaler, num_steps=3)],
+    ids=["scaler", "no scaler"],
+)
+def test_others_run_eagerly_and_say_so(train: Any, name: str, in_two_passes: list[None]) -> None:
+    expected = train(OTHERS[name])
+    with pytest.warns(UserWarning, match="run eagerly, .* require torch's Adam") as warned:
+        actual = train(OTHERS[name], backend="eager")
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     assert not in_two_passes
     assert [warning.filename for warning in warned] == [__file__]

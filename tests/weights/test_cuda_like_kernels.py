@@ -82,16 +82,6 @@ def test_every_op_writes_what_it_always_writes(name: str) -> None:
     assert all(tensor._version == 0 for tensor in actual[0])
 
 
-def test_data_of_a_parameter() -> None:
-    parameter = torch.nn.Parameter(torch.ones(4, 4))
-    armed(parameter)
-    with cuda_like():
-        torch._foreach_mul_([parameter.data], 2.0)
-    assert_same(parameter.detach(), torch.full((4, 4), 2.0))
-    assert is_armed(parameter)
-    assert parameter._version == 0
-
-
 def test_it_is_undone_at_the_end() -> None:
     parameter = torch.nn.Parameter(torch.ones(4, 4))
     with cuda_like(), pytest.raises(ZeroDivisionError):
@@ -99,38 +89,3 @@ def test_it_is_undone_at_the_end() -> None:
     armed(parameter)
     torch._foreach_mul_([parameter.data], 2.0)
     assert not is_armed(parameter)
-
-
-OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
-    ("SGD", {}),
-    ("SGD", {"momentum": 0.9, "nesterov": True}),
-    ("Adam", {"amsgrad": True}),
-    ("AdamW", {"weight_decay": 0.1}),
-    ("AdamW", {"lr": torch.tensor(0.1)}),
-    ("Adagrad", {"lr_decay": 0.1}),
-]
-
-
-@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
-@pytest.mark.parametrize("way", ["fused", "foreach"])
-def test_optimizers_train_as_ever(name: str, options: dict[str, Any], way: str) -> None:
-    if way == "foreach" and isinstance(options.get("lr"), torch.Tensor):
-        pytest.skip("torch refuses a tensor as lr of foreach without capturable")
-
-    def train() -> list[torch.Tensor]:
-        parameters = [torch.nn.Parameter(random(*s)) for s in ((4, 4), (7,), (3, 2, 5))]
-        optimizer = getattr(torch.optim, name)(parameters, **{"lr": 0.1, **options, way: True})
-        for step in range(4):
-            for parameter in parameters:
-                parameter.grad = random(*parameter.shape, seed=step)
-                armed(parameter)
-            optimizer.step()
-        states = [v for s in optimizer.state.values() for v in s.values() if v is not None]
-        assert all(map(is_armed, parameters)) == is_emulated
-        return [*parameters, *states]
-
-    is_emulated = False
-    expected = train()
-    is_emulated = True
-    with cuda_like():
-        assert_same(train(), expected)

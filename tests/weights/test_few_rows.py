@@ -201,7 +201,6 @@ def test_code_of_a_cache_on_disk_sees_writes(hits: dict[str, int]) -> None:
     ids=lambda way: way.name,
 )
 def test_other_rules_hold_under_other_options(way: Way) -> None:
-    weight_cache.clear()
     model, _ = make_line()
     way.warm(way.compile(model), batch())
     assert blocked() == []

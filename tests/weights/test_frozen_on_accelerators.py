@@ -21,8 +21,7 @@ from tests.weights.accelerator_like import Accelerator, accelerator_like
 from tests.weights.alarms import alarms
 from tests.weights.nets import EVAL, Graph, assert_same, inputs, make_net, twin_of
 from tests.weights.test_cuda_like import LIST_WRITES, of_data
-from tests.weights.test_frozen_writes import FrozenGraph, check_made_again
-from tests.weights.test_writes import check_never_stale
+from tests.weights.test_frozen_writes import FrozenGraph
 from tests.weights.writes import WRITES
 
 if TYPE_CHECKING:
@@ -47,7 +46,6 @@ FROZEN = Asked("frozen")
 
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
-    weight_cache.clear()
     with accelerator_like(monkeypatch) as pretended:
         yield pretended
 
@@ -127,20 +125,6 @@ def test_never_stale_after_writes() -> None:
         FROZEN.check(compiled, net, twin)
         FROZEN.check(compiled, net, twin)
     assert min(entry.slot.hits for entry in constants()) >= 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("write", WRITES)
-def test_never_stale(write: str) -> None:
-    check_never_stale(write, (FROZEN, EVAL))
-
-
-@pytest.mark.parametrize(
-    "name", ["attention", pytest.param("convolutions", marks=pytest.mark.slow)]
-)
-@needs.FROZEN_GRAPHS
-def test_whatever_is_made_of_weights_is_made_again(name: str) -> None:
-    check_made_again(name, FROZEN)
 
 
 # --------------------------------------------------------------------------------------- streams
@@ -256,29 +240,6 @@ def test_a_step_inside_of_a_cuda_graph_writes_in_every_replay(
 
 
 @torch.no_grad()
-def test_an_unseen_write_is_noticed_later_and_the_weight_named(accelerator: Accelerator) -> None:
-    net = make_net()
-    twin = twin_of(net)
-    compiled = FROZEN.compile(net)
-    array = net.a.weight.numpy()
-    for _ in range(3):
-        FROZEN.check(compiled, net, twin)
-        accelerator.finish()
-    with alarms() as messages:
-        array *= -2.0
-        twin.a.weight.mul_(-2.0)
-        for _ in range(CALLS_BETWEEN):
-            compiled(inputs())
-            accelerator.finish()
-        for _ in range(2):
-            FROZEN.check(compiled, net, twin)
-            array += 1.0
-            twin.a.weight.add_(1.0)
-    assert len(messages) == 1
-    assert "a.weight" in messages[0]
-
-
-@torch.no_grad()
 def test_an_update_of_one_weight_hides_no_write_of_another(accelerator: Accelerator) -> None:
     """Each update has the graph's constants bound anew."""
     net = make_net()
@@ -299,18 +260,3 @@ def test_an_update_of_one_weight_hides_no_write_of_another(accelerator: Accelera
         FROZEN.check(compiled, net, twin)
     assert len(messages) == 1
     assert "a.weight" in messages[0]
-
-
-@torch.no_grad()
-def test_a_write_that_is_seen_is_no_alarm(accelerator: Accelerator) -> None:
-    net = make_net()
-    twin = twin_of(net)
-    compiled = FROZEN.compile(net)
-    with alarms() as messages:
-        for _ in range(5):
-            FROZEN.check(compiled, net, twin)
-            FROZEN.check(compiled, net, twin)
-            for model in (net, twin):
-                torch._foreach_mul_(of_data(model), 1.5)
-            accelerator.finish()
-    assert not messages

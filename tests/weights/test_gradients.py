@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from amp_fx import weight_cache
 from amp_fx.tables.presets import torch_version
 from tests.weights.nets import (
+    EVAL,
     TRAIN,
     assert_same,
     autocast,
@@ -20,23 +22,17 @@ from tests.weights.nets import (
     random,
 )
 
-COMPILERS = ["eager", "aot_eager"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
 
 
-def test_dtypes_and_bits() -> None:
-    net, twin = make_net(), make_net()
-    compiled, plain = compile_amp_fx(net), compile_amp_fx(net, weight_cache=False)
-    for _ in range(2):
-        actual = gradients(compiled(inputs()), net)
-        assert [g.dtype for g in actual if g is not None] == [torch.float32] * 3
-        assert_same(actual, gradients(plain(inputs()), net))
-        assert_same(actual, gradients(autocast(twin, inputs()), twin))
+COMPILERS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize(
-    "compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
-)
-def test_a_compiled_backward_gives_the_same_with_and_without_the_cache(compiler: str) -> None:
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_gradients_are_float32_and_the_same_with_and_without_the_cache(compiler: str) -> None:
     net = make_net()
     compiled = compile_amp_fx(net, compiler=compiler)
     plain = compile_amp_fx(net, compiler=compiler, weight_cache=False)
@@ -44,16 +40,10 @@ def test_a_compiled_backward_gives_the_same_with_and_without_the_cache(compiler:
         expected = plain(inputs())
         actual = compiled(inputs())
         assert_same(actual, expected)
-        assert_same(gradients(actual, net), gradients(expected, net))
+        grads = gradients(actual, net)
+        assert [grad.dtype for grad in grads if grad is not None] == [torch.float32] * 3
+        assert_same(grads, gradients(expected, net))
         net.a.weight.data.mul_(1.5)
-
-
-def test_gradients_of_inputs() -> None:
-    net, twin = make_net(), make_net()
-    x, y = inputs(requires_grad=True), inputs(requires_grad=True)
-    compile_amp_fx(net)(x).sum().backward()  # type: ignore[no-untyped-call]
-    autocast(twin, y).sum().backward()  # type: ignore[no-untyped-call]
-    assert_same(x.grad, y.grad)
 
 
 def test_hooks_of_parameters_see_and_change_float32_gradients() -> None:
@@ -132,78 +122,47 @@ def test_checkpointed_inside() -> None:
 # A weight that changes between a forward and its backward.
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
+def scale(net: nn.Module) -> None:
+    for parameter in net.parameters():
+        parameter.data.mul_(3)
+
+
+def replace_data(net: nn.Module) -> None:
+    for parameter in net.parameters():
+        parameter.data = parameter.data * 3
+
+
+def scale_list(net: nn.Module) -> None:
+    torch._foreach_mul_([parameter.data for parameter in net.parameters()], 3.0)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_a_change_before_the_backward_gives_the_gradient_of_the_forward(
-    compiler: str, is_frozen: bool
-) -> None:
-    net, twin = make_net(), make_net()
-    for model in (net, twin):
-        model.requires_grad_(not is_frozen)
-    compiled = compile_amp_fx(net, compiler=compiler)
-    x, y = inputs(requires_grad=True), inputs(requires_grad=True)
-    out, expected = compiled(x), autocast(twin, y)
-    for model in (net, twin):
-        for parameter in model.parameters():
-            parameter.data.mul_(3)
-    out.sum().backward()  # type: ignore[no-untyped-call]
-    expected.sum().backward()  # type: ignore[no-untyped-call]
-    assert_same(x.grad, y.grad)
-    assert_same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
-
-
-# Graphs of the inner compiler "eager" save the region's own cast of a trainable weight.
-@pytest.mark.parametrize("other_graph", [False, True])
-def test_a_change_and_another_forward_leave_the_first_backward_alone(other_graph: bool) -> None:
-    net, twin = make_net(), make_net()
-    compiled = compile_amp_fx(net, compiler="eager")
-    x, y = inputs(requires_grad=True), inputs(requires_grad=True)
-    out, expected = compiled(x), autocast(twin, y)
-    for model in (net, twin):
-        model.b.weight.data.mul_(3)
-    with torch.set_grad_enabled(not other_graph):
-        compiled(inputs(requires_grad=True))
-    out.sum().backward()  # type: ignore[no-untyped-call]
-    expected.sum().backward()  # type: ignore[no-untyped-call]
-    assert_same(x.grad, y.grad)
-
-
-@pytest.mark.parametrize(
-    ("compiler", "is_frozen"), [("eager", True), ("aot_eager", False), ("aot_eager", True)]
-)
-@pytest.mark.parametrize("other_graph", [False, True])
+@pytest.mark.parametrize("change", [scale, replace_data, scale_list])
 def test_a_change_and_another_forward_leave_the_first_backward_as_it_was(
-    compiler: str, is_frozen: bool, other_graph: bool
+    compiler: str, is_frozen: bool, change: Callable[[nn.Module], None]
 ) -> None:
     """A backward keeps the casts that its forward used, as eager autocast's does."""
-    x, y = inputs(requires_grad=True), inputs(requires_grad=True)
     net, twin = (make_net().requires_grad_(not is_frozen) for _ in range(2))
     compiled = compile_amp_fx(net, compiler=compiler)
-    outs = compiled(x), autocast(twin, y)
-    for model in (net, twin):
-        model.b.weight.data.mul_(3)
-    with torch.set_grad_enabled(not other_graph):
-        assert_same(compiled(inputs()), autocast(twin, inputs()))
-    for out in outs:
-        out.sum().backward()  # type: ignore[no-untyped-call]
-    assert_same(x.grad, y.grad)
-    for mine, theirs in zip(net.parameters(), twin.parameters(), strict=True):
-        assert_same(mine.grad, theirs.grad)
+    for second in (None, TRAIN, EVAL):  # the graph of the other forward
+        x, y = inputs(requires_grad=True), inputs(requires_grad=True)
+        outs = compiled(x), autocast(twin, y)
+        for model in (net, twin):
+            model.zero_grad()
+            change(model)
+        if second is not None:
+            with torch.set_grad_enabled(second is TRAIN):
+                assert_same(compiled(inputs()), autocast(twin, inputs()))
+        for out in outs:
+            out.sum().backward()  # type: ignore[no-untyped-call]
+        assert_same(x.grad, y.grad)
+        assert_same([p.grad for p in net.parameters()], [p.grad for p in twin.parameters()])
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_a_false_alarm_refuses_no_backward(compiler: str, is_frozen: bool) -> None:
-    check_false_alarm(compiler, is_frozen)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_frozen", [False, True])
-def test_a_false_alarm_refuses_no_backward_of_inductor(is_frozen: bool) -> None:
-    check_false_alarm("inductor", is_frozen)
-
-
-def check_false_alarm(compiler: str, is_frozen: bool) -> None:
     net = make_net().requires_grad_(not is_frozen)
     compiled = compile_amp_fx(net, compiler=compiler)
     x, y = inputs(requires_grad=True), inputs(requires_grad=True)
@@ -230,8 +189,6 @@ def test_a_native_graph_that_reads_a_weight_is_no_change() -> None:
 
 
 def test_clearing_the_cache_does_not_touch_a_pending_backward() -> None:
-    from amp_fx import weight_cache
-
     net, twin = make_net(), make_net()
     compiled = compile_amp_fx(net)
     out = compiled(inputs())
@@ -256,17 +213,3 @@ def test_forward_mode_derivatives_by_inputs() -> None:
             dual = forward_ad.make_dual(inputs(), random(3, 4, seed=5))
             tangents.append(forward_ad.unpack_dual(program(dual)).tangent)
     assert_same(tangents, [tangents[0]] * len(tangents))
-
-
-def test_training_for_some_steps() -> None:
-    net, twin = make_net(), make_net()
-    compiled = TRAIN.compile(net)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (net, twin)]
-    for _ in range(5):
-        TRAIN.check(compiled, net, twin)
-        compiled(inputs()).square().mean().backward()  # type: ignore[no-untyped-call]
-        autocast(twin, inputs()).square().mean().backward()  # type: ignore[no-untyped-call]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(list(net.parameters()), list(twin.parameters()))

@@ -12,7 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from amp_fx import weight_cache
 from amp_fx.devices import huge_pages
 from amp_fx.devices.huge_pages import HUGE_PAGE, in_huge_pages
 from amp_fx.weights.store import STORE
@@ -97,7 +96,6 @@ def test_memory_is_in_huge_pages_and_is_freed(quarters: int, num_pages: int) -> 
 @needs.FROZEN_GRAPHS
 @torch.no_grad()
 def test_large_values_are_in_huge_pages_also_after_a_write() -> None:
-    weight_cache.clear()
     model, x = nn.Linear(1100, 1100, bias=False), torch.randn(1, 1100)
     compiled = torch.compile(model, backend="amp_fx")
     for _ in range(3):

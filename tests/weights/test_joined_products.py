@@ -69,7 +69,6 @@ def test_exact_sums_have_the_bits_of_eager_autocast(
 
 @torch.no_grad()
 def test_results_have_memory_of_their_own() -> None:
-    weight_cache.clear()
     layers, x = [nn.Linear(32, n, bias=False) for n in (16, 48)], torch.randn(2, 4, 32)
 
     class Returned(nn.Module):
@@ -91,7 +90,6 @@ def test_results_have_memory_of_their_own() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("numerics", ["strict", "eager"])
 def test_bits_are_kept_under_other_numerics(numerics: str) -> None:
-    weight_cache.clear()
     model, x = Several(32, [32, 32], has_bias=False), torch.randn(8, 32)
     program = Way("", (("numerics", numerics),)).compile(model)
     check(model, program(x), x)  # type: ignore[arg-type]

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import amp_fx
-from amp_fx import weight_cache
 from tests import needs
 from tests.weights.keeping import WAYS, Way, batch, check, make_line
 from tests.weights.nets import assert_same, square
@@ -17,11 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 pytestmark = [needs.HOOK]
-
-
-@pytest.fixture(autouse=True)
-def _empty_cache() -> None:
-    weight_cache.clear()
 
 
 def kept_of(w: torch.Tensor) -> amp_fx.Keep:

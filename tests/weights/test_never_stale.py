@@ -24,7 +24,18 @@ from torch.utils.dlpack import from_dlpack
 from amp_fx import weight_cache
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from tests.distributed.spawn import run_ranks
-from tests.weights.keeping import WAYS, Line, Way, batch, check, contents, is_right, make_line
+from tests.weights.keeping import (
+    FROZEN,
+    TRAINED,
+    WAYS,
+    Line,
+    Way,
+    batch,
+    check,
+    contents,
+    is_right,
+    make_line,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,11 +47,6 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")]
 ALL_WAYS = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
-
-
-@pytest.fixture(autouse=True)
-def _empty_cache() -> None:
-    weight_cache.clear()
 
 
 # --------------------------------------------- through an alias that was taken before the call
@@ -65,11 +71,12 @@ ALIASES = {alias.__name__: alias for alias in (by_array, by_dlpack, by_pointer)}
 
 
 @ALL_WAYS
-@pytest.mark.parametrize("alias", ALIASES)
-def test_a_write_right_after_values_were_made(way: Way, alias: str) -> None:
+def test_a_write_right_after_values_were_made(way: Way) -> None:
     x = batch()
     stale = []
-    for is_seen_before, before, between in itertools.product((False, True), range(3), range(3)):
+    for alias, is_seen_before, before, between in itertools.product(
+        ALIASES, (False, True), range(3), range(3)
+    ):
         model, held = make_line()  # all of them share the code
         program = way.compile(model)
         if is_seen_before:
@@ -85,20 +92,8 @@ def test_a_write_right_after_values_were_made(way: Way, alias: str) -> None:
             scale(factor)
             held[1] = held[1] * factor
             if not is_right(way, program, held, x):
-                stale.append((is_seen_before, before, between, factor))
+                stale.append((alias, is_seen_before, before, between, factor))
     assert not stale, "a write first, calls, then an alias, calls, then a write of which factor"
-
-
-@ALL_WAYS
-def test_an_array_written_between_all_calls(way: Way) -> None:
-    (model, held), x = make_line(), batch()
-    program = way.compile(model)
-    scale = by_array(model.weight(1))
-    for k in range(8):
-        check(way, program, held, x)
-        factor = (-2.0, 0.5)[k % 2]
-        scale(factor)
-        held[1] = held[1] * factor
 
 
 @pytest.mark.slow
@@ -112,11 +107,10 @@ def test_received_while_a_call_is_under_way(tmp_path: Path) -> None:
 
 
 @ALL_WAYS
-@pytest.mark.parametrize("num_rows", [8, 1])
-def test_a_part_written_through_an_older_array_is_found(way: Way, num_rows: int) -> None:
+def test_a_part_written_through_an_older_array_is_found(way: Way) -> None:
     x = batch(64)
     stale = []
-    for first in (0, 31, 64 - num_rows):
+    for first, num_rows in ((0, 8), (31, 1), (63, 1)):
         torch._dynamo.reset()  # a graph that found such a write casts from there on
         held = [contents(first, 64)]
         model = Line(held)
@@ -212,17 +206,14 @@ def by_a_thread(write: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-AGENTS: dict[str, Agent] = {
-    agent.__name__: agent
-    for agent in (directly, by_collected_garbage, by_a_signal_handler, by_a_timer, by_a_thread)
-}
+AGENTS = (directly, by_collected_garbage, by_a_signal_handler, by_a_timer, by_a_thread)
 
 
 def scaled(weight: torch.Tensor) -> None:
     weight.data.mul_(-3)
 
 
-def rows_scaled(weight: torch.Tensor) -> None:
+def scale_rows(weight: torch.Tensor) -> None:
     weight.data[3:5].mul_(-16)
 
 
@@ -242,13 +233,9 @@ def scaled_as_array(weight: torch.Tensor) -> None:
     weight.detach().numpy().__imul__(-3)
 
 
-def scale_data(weight: torch.Tensor, factor: float, row: Any = ...) -> None:
-    weight.data[row].mul_(factor)
-
-
 WRITES = {
     write.__name__: write
-    for write in (scaled, rows_scaled, copied, replaced, scaled_by_list_op, scaled_as_array)
+    for write in (scaled, scale_rows, copied, replaced, scaled_by_list_op, scaled_as_array)
 }
 
 
@@ -265,80 +252,52 @@ def written(held: torch.Tensor, write: Write) -> torch.Tensor:
 
 
 @ALL_WAYS
-@pytest.mark.parametrize("agent", AGENTS)
-def test_the_call_after_one_in_which_a_weight_was_written(way: Way, agent: str) -> None:
+def test_the_call_after_one_in_which_a_weight_was_written(way: Way) -> None:
     x = batch()
     stale = []
     layers = range(3)  # whose weight was read before, or is to be read yet
-    for (name, write), layer in itertools.product(WRITES.items(), layers):
+    for agent, (name, write), layer in itertools.product(AGENTS, WRITES.items(), layers):
         model, held = make_eventful()  # all of them share the code
         program = way.compile(model)
         way.warm(program, x)
         held[layer] = written(held[layer], write)
-        PENDING.append(AGENTS[agent](functools.partial(write, model.weight(layer))))
+        PENDING.append(agent(functools.partial(write, model.weight(layer))))
         way.call(program, x)
         assert not PENDING
-        stale += [(name, layer, k) for k in range(3) if not is_right(way, program, held, x)]
-    assert not stale, "how which layer was written, and which call after it was wrong"
+        is_all_right = all(is_right(way, program, held, x) for _ in range(3))
+        stale += [] if is_all_right else [(agent.__name__, name, layer)]
+    assert not stale, "by whom, how and which layer was written"
 
 
 @ALL_WAYS
-@pytest.mark.parametrize("agent", ["directly", "by_a_thread"])
-def test_rows_written_in_the_call_that_makes_values(way: Way, agent: str) -> None:
-    """Training begins to keep in its second or third call, and all make again after a write."""
-    x, rows = batch(), slice(3, 5)
+def test_rows_written_in_the_call_that_makes_values(way: Way) -> None:
+    """Training begins to keep in its second or third call, and all make again after a write.
+
+    Kernels of others may ask for a pointer to read, before the thread starts that writes.
+    """
+    x = batch()
     stale = []
-    for is_seen_before, layer, k in itertools.product((False, True), range(3), range(4)):
+    for agent, is_read, is_seen_before, layer, k in itertools.product(
+        (directly, by_a_thread), (False, True), (False, True), range(3), range(4)
+    ):
         model, held = make_eventful()
         program = way.compile(model)
         for _ in range(k):
             check(way, program, held, x)
-        if is_seen_before:
-            model.weight(layer).data.mul_(2)
-            held[layer] = held[layer] * 2
-        held[layer][rows] *= -16
-        write = functools.partial(scale_data, model.weight(layer), -16, rows)
-        PENDING.append(AGENTS[agent](write))
-        way.call(program, x)
-        is_all_right = all(is_right(way, program, held, x) for _ in range(3))
-        stale += [] if is_all_right else [(is_seen_before, layer, k)]
-    assert not stale, "whether after a seen write, which layer, after how many calls"
-
-
-@ALL_WAYS
-def test_a_fresh_thread_writes_what_the_call_has_read(way: Way) -> None:
-    """The call asks for a pointer to read, as kernels of others do, before the thread starts."""
-    x, rows = batch(), slice(3, 5)
-    stale = []
-    for layer, num_calls in itertools.product(range(3), range(5)):
-        model, held = make_eventful()
-        program = way.compile(model)
-        for _ in range(num_calls):
-            check(way, program, held, x)
         weight = model.weight(layer)
-        held[layer][rows] *= -16
-        PENDING.append(by_a_thread(functools.partial(scale_data, weight, -16, rows)))
-        PENDING.append(weight.data_ptr)
-        way.call(program, x)
-        assert not PENDING
-        is_all_right = all(is_right(way, program, held, x) for _ in range(3))
-        stale += [] if is_all_right else [(layer, num_calls)]
-    assert not stale, "which layer, after how many calls"
-
-
-@ALL_WAYS
-def test_threads_that_write_rows_in_call_after_call(way: Way) -> None:
-    (model, held), x = make_eventful(), batch()
-    program = way.compile(model)
-    way.warm(program, x)
-    for k in range(20):
-        layer, row = k % 3, k % 7
-        factor = -8 if k < 10 else -0.125
-        held[layer][row] *= factor
-        PENDING.append(by_a_thread(functools.partial(scale_data, model.weight(layer), factor, row)))
-        way.call(program, x)
+        if is_seen_before:
+            weight.data.mul_(2)
+            held[layer] = held[layer] * 2
         for _ in range(2):
-            check(way, program, held, x)
+            scale_rows(held[layer])
+            PENDING.append(agent(functools.partial(scale_rows, weight)))
+            if is_read:
+                PENDING.append(weight.data_ptr)
+            way.call(program, x)
+            assert not PENDING
+        is_all_right = all(is_right(way, program, held, x) for _ in range(3))
+        stale += [] if is_all_right else [(agent.__name__, is_read, is_seen_before, layer, k)]
+    assert not stale, "by whom, after a read, after a seen write, which layer, after how many calls"
 
 
 # ---------------------------------------------------------------------------------- off is off
@@ -356,7 +315,7 @@ class Off(nn.Module):
             return self.inner(x)  # type: ignore[no-any-return]
 
 
-@ALL_WAYS
+@pytest.mark.parametrize("way", [FROZEN, TRAINED], ids=lambda way: way.name)
 @pytest.mark.parametrize("is_inside", [False, True], ids=["around", "inside"])
 def test_off_keeps_nothing_and_changes_no_bit(way: Way, is_inside: bool) -> None:
     (line, _), x = make_line(), batch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import amp_fx
-from amp_fx import weight_cache
 from amp_fx.graphs import purity
 from tests import needs
 from tests.weights.keeping import TOLERANCE, batch, contents, error_of
@@ -83,7 +83,6 @@ class Opaque(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _fresh_state() -> Iterator[None]:
-    weight_cache.clear()
     _reset()
     yield
     purity._registered.clear()
@@ -125,8 +124,13 @@ def check(actual: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) 
 
 
 @pytest.mark.parametrize("with_gradients", [False, True])
-@pytest.mark.parametrize("compiler", ["inductor", "aot_eager", "eager"])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("op", "compiler"),
+    [
+        *itertools.product(OPS, ["aot_eager"]),
+        *itertools.product([op for op in OPS if "by_counter" in op], ["inductor", "eager"]),
+    ],
+)
 def test_runs_in_every_call(op: str, compiler: str, *, with_gradients: bool) -> None:
     settings = {"is_trained": with_gradients and op.endswith("_decorated")}
     model, twin = Opaque(OPS[op], **settings), Opaque(OPS[op], **settings)
@@ -151,7 +155,7 @@ def test_compiling_does_not_run_it() -> None:
     assert STATE["calls"] == 1
 
 
-@pytest.mark.parametrize("compiler", ["inductor", "aot_eager", "eager"])
+@pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
 def test_in_a_checkpoint(compiler: str) -> None:
     """A cast in there could pass for one of a weight that is read outside."""
 

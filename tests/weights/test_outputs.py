@@ -10,7 +10,6 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from amp_fx import weight_cache
 from amp_fx.weights.store import STORE
 from tests.weights.nets import SIZE, assert_same, compile_amp_fx, inputs, random
 
@@ -37,7 +36,6 @@ PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 def test_outputs_stay_as_they_were(
     name: str, compiler: str, is_grad_enabled: bool, is_ambient: bool
 ) -> None:
-    weight_cache.clear()
     weight = torch.nn.Parameter(random(SIZE, SIZE))
     compiled = compile_amp_fx(PROGRAMS[name], compiler=compiler)
     region = torch.autocast("cpu") if is_ambient else contextlib.nullcontext()

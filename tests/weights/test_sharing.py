@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -22,7 +21,6 @@ from tests.weights.nets import (
     assert_same,
     autocast,
     compile_amp_fx,
-    counted_refreshes,
     gradients,
     inputs,
     make_net,
@@ -65,24 +63,7 @@ def test_tied_weights(compiler: str) -> None:
             m.embedding.weight.data.mul_(1.5)
 
 
-@pytest.mark.slow
-def test_reading_a_tied_weight_natively_refreshes_nothing() -> None:
-    model = Tied()
-    compiled = compile_amp_fx(model, compiler="inductor")
-    tokens = torch.arange(6).view(2, 3)
-    with torch.no_grad():
-        compiled(tokens)
-        with counted_refreshes() as num_refreshes:
-            for _ in range(3):
-                compiled(tokens)
-            assert num_refreshes() == 0
-        model.embedding.weight.data.mul_(2)
-        plain = compile_amp_fx(model, compiler="inductor", weight_cache=False)
-        assert_same(compiled(tokens), plain(tokens))
-
-
-def test_one_copy_for_all_graphs_of_a_model() -> None:
-    weight_cache.clear()
+def test_one_copy_of_each_dtype_for_all_graphs_of_a_model() -> None:
     net = make_net()
     first, second = compile_amp_fx(net), compile_amp_fx(net)
     first(inputs())
@@ -90,25 +71,56 @@ def test_one_copy_for_all_graphs_of_a_model() -> None:
         first(inputs())
         second(inputs())
     assert weight_cache.stats().entries == 3
-
-
-def test_one_copy_for_each_dtype() -> None:
-    weight_cache.clear()
-    net = make_net()
-    for graph in (EVAL, HALF):
-        graph.compile(net)(inputs())
+    HALF.compile(net)(inputs())
     assert weight_cache.stats().entries == 6
 
 
-def test_frozen_weights() -> None:
-    net, twin = make_net(), make_net()
-    for model in (net, twin):
-        model.a.requires_grad_(requires_grad=False)
+def partly_frozen(_: Path) -> nn.Module:
+    net = make_net()
+    net.a.requires_grad_(requires_grad=False)
+    return net
+
+
+def of_a_mapped_file(folder: Path) -> nn.Module:
+    torch.save(make_net(3).state_dict(), folder / "net")
+    net = make_net()
+    net.load_state_dict(torch.load(folder / "net", mmap=True), assign=True)
+    return net
+
+
+def parametrized(name: str) -> Callable[[Path], nn.Module]:
+    def make(_: Path) -> nn.Module:
+        torch.manual_seed(0)
+        net = make_net()
+        getattr(parametrizations, name)(net.a)
+        return net.eval()
+
+    return make
+
+
+MODELS: dict[str, Callable[[Path], nn.Module]] = {
+    "partly frozen": partly_frozen,
+    "no element": lambda _: Weight(torch.ones(0, SIZE)),
+    "one row": lambda _: Weight(torch.ones(1, SIZE)),
+    "mapped file": of_a_mapped_file,
+    "weight_norm": parametrized("weight_norm"),
+    "orthogonal": parametrized("orthogonal"),
+    "spectral_norm": parametrized("spectral_norm"),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_weights_of_any_kind_and_origin(kind: str, tmp_path: Path) -> None:
+    net = MODELS[kind](tmp_path)
+    twin = twin_of(net)
     compiled = TRAIN.compile(net)
+    is_trained = any(parameter.requires_grad for parameter in net.parameters())
     for _ in range(3):
-        TRAIN.check(compiled, net, twin)
+        for graph in (TRAIN, EVAL) if is_trained else (EVAL,):
+            graph.check(compiled, net, twin)
         for model in (net, twin):
-            model.a.weight.data.mul_(1.5)
+            for parameter in model.parameters():
+                parameter.data.mul_(1.25)
 
 
 class TwoDtypes(nn.Module):
@@ -152,16 +164,6 @@ def test_dynamic_shapes() -> None:
         assert_same(compiled(x), autocast(twin, x))
         for model in (net, twin):
             model.a.weight.data.mul_(1.5)
-
-
-@pytest.mark.parametrize("shape", [(0, SIZE), (1, SIZE)])
-def test_small_weights(shape: tuple[int, int]) -> None:
-    model, twin = Weight(torch.ones(shape)), Weight(torch.ones(shape))
-    compiled = EVAL.compile(model)
-    for _ in range(2):
-        EVAL.check(compiled, model, twin)
-        for m in (model, twin):
-            m.weight.data.mul_(1.5)
 
 
 class WithBuffer(nn.Module):
@@ -287,31 +289,6 @@ def test_copies_in_float32(verify: bool) -> None:
 # Weights of unusual origin.
 
 
-def test_weights_of_a_mapped_file(tmp_path: Path) -> None:
-    torch.save(make_net(3).state_dict(), tmp_path / "net")
-    models = []
-    for _ in range(2):
-        net = make_net()
-        net.load_state_dict(torch.load(tmp_path / "net", mmap=True), assign=True)
-        models.append(net)
-    compiled = EVAL.compile(models[0])
-    for _ in range(2):
-        EVAL.check(compiled, models[0], models[1])
-        for net in models:
-            net.a.weight.data.mul_(1.5)
-
-
-def test_weights_over_an_array_are_not_kept() -> None:
-    weight_cache.clear()
-    array = np.ones((SIZE, SIZE), dtype=np.float32)
-    model = Weight(torch.from_numpy(array))
-    compiled = compile_amp_fx(model)
-    for _ in range(3):
-        assert_same(compiled(inputs()), autocast(model, inputs()))
-        array *= 1.5
-    assert weight_cache.stats().entries == 0
-
-
 def test_weights_made_in_inference_mode() -> None:
     with torch.inference_mode():
         model, twin = Weight(square().detach()), Weight(square().detach())
@@ -357,21 +334,6 @@ def test_functional_call_with_other_parameters() -> None:
         wanted[0].data.mul_(1.5)
 
 
-@pytest.mark.parametrize("parametrize", ["weight_norm", "orthogonal", "spectral_norm"])
-def test_parametrized_weights(parametrize: str) -> None:
-    net = make_net()
-    getattr(parametrizations, parametrize)(net.a)
-    net.eval()
-    twin = twin_of(net)
-    compiled = TRAIN.compile(net)
-    for _ in range(3):
-        TRAIN.check(compiled, net, twin)
-        EVAL.check(compiled, net, twin)
-        for model in (net, twin):
-            for parameter in model.parameters():
-                parameter.data.mul_(1.25)
-
-
 def test_pruned_weights() -> None:
     net, twin = make_net(), make_net()
     compiled = TRAIN.compile(net)
@@ -399,43 +361,6 @@ def test_weights_tied_between_calls() -> None:
     EVAL.check(compiled, net, twin)
 
 
-@torch.no_grad()
-def test_tensors_can_be_swapped() -> None:
-    net, twin = make_net(), make_net()
-    compiled = EVAL.compile(net)
-    for i in range(3):
-        EVAL.check(compiled, net, twin)
-        replacement = nn.Parameter(random(SIZE, SIZE, seed=i))
-        twin.a.weight.data.copy_(replacement)
-        torch.utils.swap_tensors(net.a.weight, replacement)  # type: ignore[no-untyped-call]
-    EVAL.check(compiled, net, twin)
-
-
-@torch.no_grad()
-def test_conversions_can_swap(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
-    net, twin = make_net(), make_net()
-    compiled = EVAL.compile(net)
-    for dtype in (torch.float64, torch.float32):
-        EVAL.check(compiled, net, twin)
-        net.to(dtype)
-        twin.to(dtype)
-    net.load_state_dict(make_net(5).state_dict())
-    twin.load_state_dict(make_net(5).state_dict())
-    EVAL.check(compiled, net, twin)
-
-
-def test_two_models_of_one_class_share_code_and_no_copies() -> None:
-    models = [make_net(1), make_net(2)]
-    twins = [make_net(1), make_net(2)]
-    compiled = compile_amp_fx(lambda model, x: model(x))
-    for _ in range(3):
-        for model, twin in zip(models, twins, strict=True):
-            assert_same(compiled(model, inputs()), autocast(twin, inputs()))
-        for pair in (models, twins):
-            pair[0].a.weight.data.mul_(1.5)
-
-
 @pytest.mark.parametrize("is_flat", [False, True])
 @torch.no_grad()
 def test_layers_that_are_compiled_one_by_one_share_code_and_no_copies(is_flat: bool) -> None:
@@ -455,7 +380,6 @@ def test_layers_that_are_compiled_one_by_one_share_code_and_no_copies(is_flat: b
 
 
 def test_without_the_cache() -> None:
-    weight_cache.clear()
     net, twin = make_net(), make_net()
     compiled = TRAIN.compile(net, weight_cache=False)
     TRAIN.check(compiled, net, twin)
@@ -463,7 +387,6 @@ def test_without_the_cache() -> None:
 
 
 def test_a_region_that_disables_eager_caching_disables_ours() -> None:
-    weight_cache.clear()
     net, twin = make_net(), make_net()
     compiled = compile_amp_fx(net)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):

@@ -50,7 +50,6 @@ def held(model: Line) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def test_templates_are_used() -> None:
-    weight_cache.clear()
     model, _ = make_line()
     TEMPLATES.warm(TEMPLATES.compile(model), batch())
     assert len(blocked()) == len(model.layers)

@@ -27,14 +27,6 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainedGraph(Graph):
-    """A graph with gradients whose values are cached."""
-
-    def compile(self, model: nn.Module, **options: Any) -> Program:
-        return compile_amp_fx(model, dtype=self.dtype, compiler="aot_eager", **options)
-
-
-@dataclasses.dataclass(frozen=True)
 class FrozenGraph(Graph):
     """A graph whose weights inductor packs."""
 
@@ -42,16 +34,10 @@ class FrozenGraph(Graph):
         return compile_amp_fx(model, dtype=self.dtype, compiler="inductor", **options)
 
 
-TRAINED = TrainedGraph("trained", is_trained=True)
 FROZEN = FrozenGraph("frozen")
 needs_compiler = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")
 
-PAIRS: tuple[tuple[Graph, Graph], ...] = (
-    (TRAIN, EVAL),
-    (EVAL, HALF),
-    (TRAINED, EVAL),
-    (FROZEN, EVAL),
-)
+PAIRS: tuple[tuple[Graph, Graph], ...] = ((TRAIN, EVAL), (EVAL, HALF), (FROZEN, EVAL))
 """Two graphs of one model. What is kept of a weight belongs to both, or is of two dtypes."""
 
 ALL_PAIRS = pytest.mark.parametrize(
@@ -233,7 +219,7 @@ def test_every_signal_has_writes(signal: str) -> None:
 
 
 @needs.WATCH
-@pytest.mark.parametrize("graph", [EVAL, TRAIN, TRAINED], ids=lambda graph: graph.name)
+@pytest.mark.parametrize("graph", [EVAL, TRAIN], ids=lambda graph: graph.name)
 def test_the_table_would_notice_a_cache_that_never_refreshes(graph: Graph) -> None:
     """A write that no signal tells of, with samples switched off."""
     with pytest.raises(AssertionError, match="not equal"):
