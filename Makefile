@@ -97,7 +97,7 @@ test-gpu-emulated:
 	@test -x $(OTHER)/bin/python || $(MAKE) torch-env
 	AMP_FX_GPU_TRIAL=emulated TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 \
 		$(OTHER)/bin/python -m pytest -o filterwarnings=default \
-		$(or $(ARGS),$(addprefix tests/gpu/test_,$(addsuffix .py,captures compiled_step frozen grad_scaler parity_models weight_cache writes)))
+		$(or $(ARGS),$(addprefix tests/gpu/test_,$(addsuffix .py,captures compiled_step frozen grad_scaler parity_models writes)))
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

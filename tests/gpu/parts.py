@@ -80,8 +80,8 @@ def _allocator(name: str, about: str, setting: str, *more: str) -> Part:
     tests = (
         "tests/gpu/test_allocator.py",
         "tests/gpu/test_writes.py::test_a_weight_is_held_for_the_stream_that_reads_it",
-        "tests/gpu/test_weight_cache.py::test_a_graph_that_the_user_captures_casts_anew",
-        "tests/gpu/test_weight_cache.py::test_a_refresh_on_one_stream_is_waited_for_on_another",
+        "tests/gpu/test_frozen.py::test_what_the_user_captures_makes_its_values_anew",
+        "tests/gpu/test_frozen.py::test_values_made_on_one_stream_are_waited_for_on_another",
         *more,
     )
     return Part(name, about, "pytest", tests, 15, environment={"PYTORCH_CUDA_ALLOC_CONF": setting})
@@ -92,8 +92,8 @@ PARTS = (
         "writes",
         "kept casts: every kind of write, every optimizer, streams, CUDA graphs",
         "pytest",
-        ("tests/gpu/test_weight_cache.py", "tests/gpu/test_writes.py"),
-        90,
+        ("tests/gpu/test_writes.py",),
+        70,
     ),
     Part(
         "captures",
@@ -107,7 +107,7 @@ PARTS = (
         "frozen graphs: writes, streams, captures, samples, threads",
         "pytest",
         ("tests/gpu/test_frozen.py",),
-        40,
+        60,
     ),
     Part(
         "scaler",

@@ -1,4 +1,4 @@
-"""Frozen graphs on the device: writes, optimizers, streams, captures, samples, threads."""
+"""Frozen graphs and kept casts on the device: writes, streams, captures, samples, threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests import needs
 from tests.gpu.place import DEVICE, MARKS, ON_A_GPU, ON_CUDA
 from tests.gpu.test_writes import WRITES, autocast
 from tests.weights.alarms import alarms
-from tests.weights.nets import SIZE, make_net, random
+from tests.weights.nets import SIZE, assert_same, make_net, random
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,12 +50,21 @@ def batch(size: int = 3) -> torch.Tensor:
 
 
 def compiled_of(model: nn.Module, **options: Any) -> Any:
-    options = {"dtype": "bf16", "freezing": True, "fallback": False, **options}
+    options = {"dtype": "bf16", "fallback": False, **options}
+    if options.get("compiler", "inductor") == "inductor":
+        options["freezing"] = True
     return torch.compile(model, backend="amp_fx", options=options, dynamic=False)
 
 
 def net_and_twin() -> tuple[Any, Any]:
     return make_net().to(DEVICE), make_net().to(DEVICE)
+
+
+@pytest.fixture(params=["aot_eager", "inductor"])
+def compiler(request: pytest.FixtureRequest) -> str:
+    """AOTAutograd keeps casts, inductor freezes."""
+    name: str = request.param
+    return name
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -128,9 +137,9 @@ def test_batch_sizes_share_what_is_kept() -> None:
 
 
 @ON_A_GPU
-def test_values_made_on_one_stream_are_waited_for_on_another() -> None:
+def test_values_made_on_one_stream_are_waited_for_on_another(compiler: str) -> None:
     net, twin = net_and_twin()
-    compiled, x = compiled_of(net), batch()
+    compiled, x = compiled_of(net, compiler=compiler), batch()
     streams: list[Any] = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
     for stream in streams:
         with torch.cuda.stream(stream):
@@ -168,9 +177,9 @@ def test_what_is_replaced_while_another_stream_reads_it_is_kept_until_then() -> 
 
 
 @ON_CUDA
-def test_what_the_user_captures_makes_its_values_anew() -> None:
+def test_what_the_user_captures_makes_its_values_anew(compiler: str) -> None:
     net, twin = net_and_twin()
-    compiled, x = compiled_of(net), batch()
+    compiled, x = compiled_of(net, compiler=compiler), batch()
     side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -200,9 +209,9 @@ def test_cuda_graphs_of_inductor_are_not_frozen() -> None:
 
 
 @ON_CUDA
-def test_samples_wait_for_nothing_and_find_what_no_signal_told() -> None:
+def test_samples_wait_for_nothing_and_find_what_no_signal_told(compiler: str) -> None:
     net, twin = net_and_twin()
-    compiled, x = compiled_of(net), batch()
+    compiled, x = compiled_of(net, compiler=compiler), batch()
     alias = from_dlpack(net.a.weight.detach())
     for _ in range(20):
         compiled(x)
@@ -212,6 +221,8 @@ def test_samples_wait_for_nothing_and_find_what_no_signal_told() -> None:
             out = compiled(x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    if compiler == "aot_eager":
+        assert_same(out, autocast(twin, x))
     assert_close(out, autocast(twin, x))
     with alarms() as messages:
         for weight in (alias, twin.a.weight):

@@ -5,7 +5,6 @@ Its parts for a device are tried on one alone; here are stub parts, and one that
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import json
 import os
@@ -14,13 +13,11 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from amp_fx.bench import report as bench_report
 from amp_fx.bench.compare import Comparison, Figure, Measured
 from amp_fx.bench.settings import Settings
 from amp_fx.bench.timing import measurement
-from tests.gpu import run, runner
+from tests.gpu import run
 from tests.gpu.parts import KINDS, PARTS, Part
 from tests.gpu.run import environment, main, site_folder
 from tests.gpu.runner import FAILED, NOT_RUN, PASSED, TIMED_OUT
@@ -29,6 +26,8 @@ from tests.traffic.totals import Totals
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 
 def program(name: str, text: str, *, seconds: int = 30, needs_cuda: bool = False) -> Part:
@@ -64,25 +63,6 @@ def test_it_goes_on_after_parts_that_fail_hang_or_crash(
     assert "| hangs | TIMED OUT | ended after 2 s |" in text
     printed = capsys.readouterr().out
     assert printed.index("before it fell") < printed.index("all is well")
-
-
-def test_what_a_part_started_ends_with_it(tmp_path: Path) -> None:
-    note = tmp_path / "alive"
-    child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(note)!r}).touch()"
-    start = f"subprocess.Popen([sys.executable, '-c', {child!r}])"
-    text = f"import subprocess, sys, time; {start}; time.sleep(60)"
-    found, _ = report(tmp_path, program("parent", text, seconds=2), code=1)
-    assert found["parent"]["status"] == TIMED_OUT
-    time.sleep(3)
-    assert not note.exists()
-
-
-def test_no_more_time_than_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "LEAST", 1.0)
-    parts = [program(name, "import time; time.sleep(60)", seconds=50) for name in "ab"]
-    found, _ = report(tmp_path, *parts, code=1, arguments=("--budget", "2"))
-    assert found["a"]["status"] == TIMED_OUT
-    assert (found["b"]["status"], found["b"]["detail"]) == (NOT_RUN, "out of time")
 
 
 def test_parts_for_a_device_are_left_out_without_one(tmp_path: Path) -> None:
@@ -122,30 +102,6 @@ def test_what_tests_say_is_in_the_report(tmp_path: Path) -> None:
     assert "- test_right: waits: 0" in text
 
 
-def test_a_part_of_which_every_test_is_skipped_says_why(tmp_path: Path) -> None:
-    skipped = """
-import pytest
-pytestmark = pytest.mark.skipif(True, reason="needs another torch")
-def test_one(): pass
-def test_two(): pass
-"""
-    (tmp_path / "test_stub.py").write_text(skipped)
-    part = Part("tests", "", "pytest", (str(tmp_path / "test_stub.py"),), 60, needs_cuda=False)
-    found, _ = report(tmp_path, part)
-    assert (found["tests"]["status"], found["tests"]["detail"]) == (NOT_RUN, "needs another torch")
-
-
-@pytest.mark.slow
-def test_parts_need_no_plugin_of_pytests(tmp_path: Path) -> None:
-    """Settings of the tree that are a plugin's are no error where that is not there."""
-    note = tmp_path / "result"
-    [part] = [part for part in PARTS if part.name == "frozen"]
-    command = [*part.command(str(note)), "-p", "no:timeout", "--collect-only"]
-    done = subprocess.run(command, cwd=run.ROOT, capture_output=True, text=True, check=False)
-    assert "Unknown config option: timeout" not in done.stderr
-    assert done.returncode == 0, done.stdout
-
-
 def written(name: str, kind: str, data: Any) -> Part:
     """A stub that writes what a benchmark would."""
     text = f"import sys; open(sys.argv[2], 'w').write({json.dumps(data)!r})"
@@ -172,21 +128,6 @@ def test_figures_are_tables_in_the_report(tmp_path: Path) -> None:
     assert "| `mlp`: two layers | amp_fx | 3 ms | 1.00 | - | 2 MiB |" in text
     assert "- a share: 2.5 %" in text
     assert "| MLP | 3 | 3 | 3 | 3 | 3 | 3 | 7 | 7 | 7 | 7 | 7 | 7 | 1 | 1 | 1 | 1 |" in text
-
-
-def test_a_result_that_is_cut_off_costs_nothing_else(tmp_path: Path) -> None:
-    cut = "import sys; open(sys.argv[2], 'w').write('{')"
-    part = Part("cut", "", "bench", ("-c", cut), 30, needs_cuda=False)
-    found, _ = report(tmp_path, part, program("next", ""))
-    assert "cannot be read" in found["cut"]["detail"]
-    assert found["next"]["status"] == PASSED
-
-
-def test_a_part_has_variables_of_its_own(tmp_path: Path) -> None:
-    text = "import os; print(os.environ['AMP_FX_STUB']); raise SystemExit(1)"
-    part = dataclasses.replace(program("own", text), environment={"AMP_FX_STUB": "of its own"})
-    found, _ = report(tmp_path, part, code=1)
-    assert found["own"]["tail"] == ["of its own"]
 
 
 def test_tests_that_parts_name_are_there() -> None:

@@ -204,6 +204,22 @@ def test_two_devices() -> None:
                 torch._foreach_mul_([model.b.weight.data], 1.5)
 
 
+@ON_A_GPU
+def test_a_compiled_optimizer_in_a_cuda_graph_is_noticed() -> None:
+    """A replay writes weights and asks PyTorch for no pointer."""
+    net, twin = make_net().to(DEVICE), make_net().to(DEVICE)
+    compiled = compiled_of(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = torch.compile(optimizer.step, mode="reduce-overhead")
+    for _ in range(6):
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        compiled(batch()).sum().backward()
+        step()
+        twin.load_state_dict(net.state_dict())
+        with torch.no_grad():
+            assert_same(compiled(batch()), autocast(twin, batch()))
+
+
 def test_casts_are_kept_at_all() -> None:
     net = make_net().to(DEVICE)
     compiled = compiled_of(net)
