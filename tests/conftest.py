@@ -13,13 +13,9 @@ import torch
 
 from amp_fx.backend import fallback
 from amp_fx.devices import wide_products
-from amp_fx.policies.policy import Policy, preset
-from tests.programs import capture_program
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from tests.programs import Captured
+    from collections.abc import Iterator
 
 
 def pytest_collection_finish() -> None:
@@ -75,18 +71,6 @@ def _low_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def policy() -> Policy:
-    """The default policy."""
-    return preset("torch")
-
-
-@pytest.fixture
 def rng() -> torch.Generator:
     """Random numbers that are the same in every run."""
     return torch.Generator().manual_seed(1234)
-
-
-@pytest.fixture
-def capture() -> Callable[..., Captured]:
-    """Captures a program as Dynamo hands it to a backend."""
-    return capture_program

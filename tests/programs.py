@@ -17,15 +17,20 @@ from amp_fx.backend.pipeline import default_passes, run_passes
 from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.values import tensors_in
 from amp_fx.policies.changes import path_of
+from amp_fx.policies.policy import preset
 from amp_fx.regions.module_stack import compile_frame, module_stack
 from amp_fx.regions.state import AutocastState
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable, Sequence
 
     from amp_fx.policies.policy import Policy
 
     Program = Callable[..., Any]
+
+POLICY = preset("torch")
+"""The default policy."""
 
 _SHORT = {
     torch.float64: "f64",
@@ -164,6 +169,15 @@ def _dtypes(node: fx.Node) -> str:
 
 def _short(dtype: torch.dtype) -> str:
     return _SHORT.get(dtype, str(dtype))
+
+
+def run_settling(gm: fx.GraphModule, passes: Sequence[Any]) -> Counter[str]:
+    """Runs passes and checks the graph, which the last of them leaves alone in a second run."""
+    counts = run_passes(gm, passes, check=True)[-1].counts
+    before = graph_text(gm)
+    assert not passes[-1].call(gm).modified
+    assert graph_text(gm) == before
+    return counts
 
 
 def matrices(

@@ -21,7 +21,7 @@ from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.wrap_islands import WrapIslands
 from tests import needs
-from tests.programs import compiled, site
+from tests.programs import capture_program, compiled, site
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -226,5 +226,5 @@ def test_a_pass_that_breaks_what_it_ensures(captured_relu: Captured) -> None:
 
 
 @pytest.fixture
-def captured_relu(capture: Callable[..., Captured]) -> Captured:
-    return capture(lambda x: x.relu(), X)
+def captured_relu() -> Captured:
+    return capture_program(lambda x: x.relu(), X)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,13 +10,7 @@ import torch
 from amp_fx.backend import fallback
 from amp_fx.backend.fallback import as_native_region, warn_fallback
 from amp_fx.errors import PassError
-from tests.programs import assert_same_bits, run_program, site
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.programs import Captured
-
+from tests.programs import assert_same_bits, capture_program, run_program, site
 
 pytestmark = pytest.mark.falls_back
 
@@ -35,18 +28,14 @@ def args(rng: torch.Generator) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_numbers_of_the_region(
-    capture: Callable[..., Captured], args: list[torch.Tensor], dtype: torch.dtype
-) -> None:
-    captured = capture(program, *args)
+def test_numbers_of_the_region(args: list[torch.Tensor], dtype: torch.dtype) -> None:
+    captured = capture_program(program, *args)
     as_native_region(captured.gm, site(dtype).state, restores_outputs=False)
     assert_same_bits(run_program(captured, args), run_program(program, args, dtype))
 
 
-def test_outputs_get_the_captured_dtypes(
-    capture: Callable[..., Captured], args: list[torch.Tensor]
-) -> None:
-    captured = capture(program, *args)
+def test_outputs_get_the_captured_dtypes(args: list[torch.Tensor]) -> None:
+    captured = capture_program(program, *args)
     as_native_region(captured.gm, site().state, restores_outputs=True)
     y, z, count = run_program(captured, args).outputs
     expected = run_program(program, args, torch.bfloat16).outputs
@@ -55,10 +44,8 @@ def test_outputs_get_the_captured_dtypes(
     assert torch.equal(z, expected[1])
 
 
-def test_without_a_region_nothing_changes(
-    capture: Callable[..., Captured], args: list[torch.Tensor]
-) -> None:
-    captured = capture(program, *args)
+def test_without_a_region_nothing_changes(args: list[torch.Tensor]) -> None:
+    captured = capture_program(program, *args)
     before = captured.text()
     as_native_region(captured.gm, site(enabled=False).state, restores_outputs=False)
     assert captured.text() == before

@@ -14,14 +14,11 @@ from amp_fx.backend.pipeline import CHECK_ENVIRONMENT, default_passes, run_passe
 from amp_fx.errors import BannedOpError, GraphInvariantError, PassError
 from amp_fx.graphs.values import set_value
 from amp_fx.passes.base import PassResult
-from tests.programs import site
+from tests.programs import POLICY, capture_program, site
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import fx
 
-    from amp_fx.policies.policy import Policy
     from tests.programs import Captured
 
 
@@ -76,8 +73,8 @@ class BreakOrder:
 
 
 @pytest.fixture
-def captured(capture: Callable[..., Captured], rng: torch.Generator) -> Captured:
-    return capture(lambda x: x.relu().exp(), torch.randn(4, generator=rng))
+def captured(rng: torch.Generator) -> Captured:
+    return capture_program(lambda x: x.relu().exp(), torch.randn(4, generator=rng))
 
 
 def test_modified_graphs_are_recompiled(captured: Captured, rng: torch.Generator) -> None:
@@ -139,8 +136,8 @@ def test_a_line_per_pass_and_the_graph_in_detail(
     assert "call_method[target=sigmoid]" in debug[0]
 
 
-def test_default_passes_in_order(policy: Policy) -> None:
-    names = [p.name for p in default_passes(policy, site(), restores_outputs=True)]
+def test_default_passes_in_order() -> None:
+    names = [p.name for p in default_passes(POLICY, site(), restores_outputs=True)]
     assert names == [
         "mark_regions",
         "insert_casts",
@@ -149,11 +146,11 @@ def test_default_passes_in_order(policy: Policy) -> None:
         "fold_casts",
         "wrap_islands",
     ]
-    ambient = [p.name for p in default_passes(policy, site(), restores_outputs=False)]
+    ambient = [p.name for p in default_passes(POLICY, site(), restores_outputs=False)]
     assert set(names) - set(ambient) == {"restore_outputs"}
 
 
-def test_passes_are_values(policy: Policy) -> None:
-    first, second = (default_passes(policy, site(), restores_outputs=True) for _ in range(2))
+def test_passes_are_values() -> None:
+    first, second = (default_passes(POLICY, site(), restores_outputs=True) for _ in range(2))
     assert first == second
     assert hash(first) == hash(second)

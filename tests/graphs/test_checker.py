@@ -13,20 +13,17 @@ from amp_fx.errors import GraphInvariantError
 from amp_fx.graphs.casts import add_cast
 from amp_fx.graphs.conditions import check_graph
 from amp_fx.graphs.values import set_value
-from tests.programs import site
+from tests.programs import POLICY, capture_program, site
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from amp_fx.policies.policy import Policy
     from tests.programs import Captured
 
 
 @pytest.fixture
-def rewritten(capture: Callable[..., Captured], rng: torch.Generator, policy: Policy) -> Captured:
+def rewritten(rng: torch.Generator) -> Captured:
     x = torch.randn(4, 4, generator=rng)
-    captured = capture(lambda x: (x @ x).relu().sum(), x)
-    run_passes(captured.gm, default_passes(policy, site(), restores_outputs=True), check=False)
+    captured = capture_program(lambda x: (x @ x).relu().sum(), x)
+    run_passes(captured.gm, default_passes(POLICY, site(), restores_outputs=True), check=False)
     return captured
 
 
@@ -73,25 +70,23 @@ def test_cast_of_a_cast(rewritten: Captured) -> None:
     fails(rewritten, "which is a cast")
 
 
-def test_value_whose_shape_a_later_op_changes(
-    capture: Callable[..., Captured], policy: Policy
-) -> None:
+def test_value_whose_shape_a_later_op_changes() -> None:
     def program(x: torch.Tensor) -> torch.Tensor:
         y = x.clone()
         z = y @ y
         y.unsqueeze_(0).transpose_(1, 2)
         return y @ z
 
-    captured = capture(program, torch.randn(4, 4))
-    run_passes(captured.gm, default_passes(policy, site(), restores_outputs=True), check=True)
+    captured = capture_program(program, torch.randn(4, 4))
+    run_passes(captured.gm, default_passes(POLICY, site(), restores_outputs=True), check=True)
     node = captured.node("matmul")
     set_value(node, node.meta["val"].flatten())
     fails(captured, "produces")
 
 
-def test_checking_writes_to_no_value(capture: Callable[..., Captured], policy: Policy) -> None:
-    captured = capture(lambda x: x.clone().add_(1) @ x, torch.randn(4, 4))
-    run_passes(captured.gm, default_passes(policy, site(), restores_outputs=True), check=False)
+def test_checking_writes_to_no_value() -> None:
+    captured = capture_program(lambda x: x.clone().add_(1) @ x, torch.randn(4, 4))
+    run_passes(captured.gm, default_passes(POLICY, site(), restores_outputs=True), check=False)
     value = captured.node("clone").meta["val"]
     before = value._version
     check_graph(captured.gm, "a_pass")

@@ -12,12 +12,11 @@ from amp_fx.graphs.decompose import Decomposer, NotPlainError
 from amp_fx.graphs.values import remember_captured, set_value
 from amp_fx.regions.autocast_kernels import has_autocast_kernel
 from amp_fx.tables.cast_policy import CastPolicy
-from tests.programs import site, symbolic
+from tests.programs import POLICY, site, symbolic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from amp_fx.policies.policy import Policy
 
 linear = torch.nn.functional.linear
 
@@ -44,8 +43,8 @@ def targets(graph: fx.Graph | None) -> list[str]:
 
 
 @pytest.fixture
-def decomposer(policy: Policy) -> Decomposer:
-    return Decomposer(policy, None)
+def decomposer() -> Decomposer:
+    return Decomposer(POLICY, None)
 
 
 def ones(*sizes: int) -> torch.Tensor:
@@ -165,12 +164,12 @@ def interpolate(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("is_listed", [False, True])
-def test_composite_op_whose_kernel_takes_no_symbolic_sizes(policy: Policy, is_listed: bool) -> None:
+def test_composite_op_whose_kernel_takes_no_symbolic_sizes(is_listed: bool) -> None:
     """It stays as it is if nothing in it has a policy, and is opaque otherwise."""
     x = symbolic(1, 3, 8, 9)
     node = node_of(interpolate, x)
     low = {"aten::upsample_bilinear2d": CastPolicy.LOWER_PRECISION_FP}
-    chosen = policy.with_device("cpu", low) if is_listed else policy
+    chosen = POLICY.with_device("cpu", low) if is_listed else POLICY
     decomposer = Decomposer(chosen, x.fake_mode)  # type: ignore[attr-defined]
     if is_listed:
         with pytest.raises(NotPlainError, match="concrete integers"):

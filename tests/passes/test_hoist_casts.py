@@ -9,24 +9,31 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
-from amp_fx.backend.pipeline import run_passes
 from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.mark_regions import MarkRegions
-from tests.programs import assert_same_bits, compiled, graph_text, matrices, run_program, site
+from tests.programs import (
+    POLICY,
+    assert_same_bits,
+    capture_program,
+    compiled,
+    graph_text,
+    matrices,
+    run_program,
+    run_settling,
+    site,
+)
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable
 
-    from amp_fx.policies.policy import Policy
     from tests.programs import Captured, Program
 
 
-def hoist(captured: Captured, policy: Policy, *weights: str) -> Counter[str]:
+def hoist(captured: Captured, *weights: str) -> Counter[str]:
     """Runs the pass after those that it needs; checks the graph."""
-    passes = (MarkRegions(site()), InsertCasts(policy), HoistCasts(weights))
-    return run_passes(captured.gm, passes, check=True)[-1].counts
+    passes = (MarkRegions(site()), InsertCasts(POLICY), HoistCasts(weights))
+    return run_settling(captured.gm, passes)
 
 
 def body_text(captured: Captured) -> list[str]:
@@ -44,10 +51,10 @@ def in_checkpoint(function: Program) -> Program:
 products = in_checkpoint(lambda x, w: (x * x) @ w @ w)
 
 
-def test_golden(capture: Callable[..., Captured], rng: torch.Generator, policy: Policy) -> None:
+def test_golden(rng: torch.Generator) -> None:
     args = matrices(rng)
-    captured = capture(products, *args)
-    assert hoist(captured, policy) == {"casts_hoisted": 2}
+    captured = capture_program(products, *args)
+    assert hoist(captured) == {"casts_hoisted": 2}
     assert "w_bf16: bf16 = aten._to_copy.default(w, dtype=torch.bfloat16)" in captured.text()
     assert body_text(captured) == [
         "graph(x: f32, w: f32, w__bfloat16: bf16)",
@@ -65,13 +72,11 @@ def test_golden(capture: Callable[..., Captured], rng: torch.Generator, policy: 
     assert_same_bits(run_program(run, args), run_program(products, args, torch.bfloat16))
 
 
-def test_frozen_weights_are_hoisted_if_they_are_to_be_kept(
-    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
-) -> None:
+def test_frozen_weights_are_hoisted_if_they_are_to_be_kept(rng: torch.Generator) -> None:
     args = [matrices(rng)[0], matrices(rng, is_frozen=True)[1]]
-    captured = capture(products, *args)
-    assert hoist(captured, policy, captured.node("w").name) == {"casts_hoisted": 2}
-    assert not hoist(capture(products, *args), policy)
+    captured = capture_program(products, *args)
+    assert hoist(captured, captured.node("w").name) == {"casts_hoisted": 2}
+    assert not hoist(capture_program(products, *args))
 
 
 def written(x: torch.Tensor, w: torch.Tensor) -> Any:
@@ -89,19 +94,9 @@ UNTOUCHED: dict[str, Program] = {
 
 
 @pytest.mark.parametrize("program", UNTOUCHED.values(), ids=UNTOUCHED)
-def test_non_matches_are_untouched(
-    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy, program: Program
-) -> None:
-    captured = capture(program, *matrices(rng))
-    assert not hoist(captured, policy)
-
-
-def test_second_run_changes_nothing(
-    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
-) -> None:
-    captured = capture(products, *matrices(rng))
-    assert hoist(captured, policy)
-    assert not HoistCasts().call(captured.gm).modified
+def test_non_matches_are_untouched(rng: torch.Generator, program: Program) -> None:
+    captured = capture_program(program, *matrices(rng))
+    assert not hoist(captured)
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])

@@ -12,12 +12,17 @@ from amp_fx.backend.pipeline import default_passes, run_passes
 from amp_fx.graphs.conditions import check_graph
 from amp_fx.graphs.islands import TRANSFORM
 from amp_fx.passes.mark_regions import MarkRegions
-from tests.programs import assert_same_bits, matrices, node_names, run_program, site
+from tests.programs import (
+    POLICY,
+    assert_same_bits,
+    capture_program,
+    matrices,
+    node_names,
+    run_program,
+    site,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from amp_fx.policies.policy import Policy
     from tests.programs import Captured
 
 
@@ -41,22 +46,8 @@ def dtypes_by_node(captured: Captured) -> dict[str, torch.dtype | None]:
     return found
 
 
-def test_golden(capture: Callable[..., Captured], rng: torch.Generator) -> None:
-    captured = capture(nested, *matrices(rng, 3))
-    assert captured.text().splitlines()[1:] == [
-        "matmul: f32 = matmul(x, w)",
-        "enter_autocast = _enter_autocast('cpu', torch.float16, True, None)",
-        "matmul_1: f16 = matmul(matmul, v)",
-        "enter_autocast_1 = _enter_autocast('cpu', None, False, None)",
-        "float: f32 = .float(matmul_1)",
-        "matmul_2: f32 = matmul(float, w)",
-        "exit_autocast = _exit_autocast(enter_autocast_1)",
-        "matmul_3: f16 = matmul(matmul_2, matmul_2)",
-        "exit_autocast_1 = _exit_autocast(enter_autocast)",
-        "float_1: f32 = .float(matmul_3)",
-        "matmul_4: f32 = matmul(float_1, w)",
-        "return (matmul_4,)",
-    ]
+def test_golden(rng: torch.Generator) -> None:
+    captured = capture_program(nested, *matrices(rng, 3))
     result = MarkRegions(site()).call(captured.gm)
     assert result.counts == {"regions": 2}
     assert captured.text().splitlines()[1:] == [
@@ -81,42 +72,25 @@ def test_golden(capture: Callable[..., Captured], rng: torch.Generator) -> None:
     check_graph(captured.gm, "mark_regions")
 
 
-@pytest.mark.parametrize("ambient", [torch.bfloat16, torch.float16])
-def test_region_without_dtype_takes_the_one_that_is_set(
-    capture: Callable[..., Captured], rng: torch.Generator, ambient: torch.dtype
-) -> None:
-    def program(x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu"):
-            return x @ x
-
-    captured = capture(program, *matrices(rng, 3)[:1])
-    MarkRegions(site(ambient, enabled=False)).call(captured.gm)
-    assert dtypes_by_node(captured) == {"matmul": ambient}
-
-
-def test_cache_setting_ends_with_its_region(
-    capture: Callable[..., Captured], rng: torch.Generator
-) -> None:
+def test_cache_setting_ends_with_its_region(rng: torch.Generator) -> None:
     def program(x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", cache_enabled=False):
             y = x @ x
         return y.float() @ x
 
-    captured = capture(program, *matrices(rng, 3)[:1])
+    captured = capture_program(program, *matrices(rng, 3)[:1])
     MarkRegions(site()).call(captured.gm)
     settings = [captured.node(name).meta["site"].state for name in ("matmul", "matmul_1")]
     assert [state.cache_enabled for state in settings] == [False, True]
 
 
-def test_grad_mode_is_followed_and_its_switches_stay(
-    capture: Callable[..., Captured], rng: torch.Generator
-) -> None:
+def test_grad_mode_is_followed_and_its_switches_stay(rng: torch.Generator) -> None:
     def program(x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             y = x @ x
         return y @ x
 
-    captured = capture(program, *matrices(rng, 3)[:1])
+    captured = capture_program(program, *matrices(rng, 3)[:1])
     before = captured.text()
     MarkRegions(site()).call(captured.gm)
     modes = [captured.node(name).meta["site"].is_grad_enabled for name in ("matmul", "matmul_1")]
@@ -124,14 +98,12 @@ def test_grad_mode_is_followed_and_its_switches_stay(
     assert captured.text() == before
 
 
-def test_nodes_between_functorch_levels_are_one_island(
-    capture: Callable[..., Captured], rng: torch.Generator
-) -> None:
+def test_nodes_between_functorch_levels_are_one_island(rng: torch.Generator) -> None:
     def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.func.vmap(lambda row: row @ w)(x)
         return y @ w
 
-    captured = capture(program, *matrices(rng, 3)[:2])
+    captured = capture_program(program, *matrices(rng, 3)[:2])
     MarkRegions(site()).call(captured.gm)
     reasons = {
         name: node.meta.get("island")
@@ -147,16 +119,14 @@ def test_nodes_between_functorch_levels_are_one_island(
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
-def test_nodes_of_a_forward_ad_level_are_one_island(
-    capture: Callable[..., Captured], rng: torch.Generator
-) -> None:
+def test_nodes_of_a_forward_ad_level_are_one_island(rng: torch.Generator) -> None:
     def program(x: torch.Tensor, t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(x, t) @ w  # type: ignore[no-untyped-call]
             tangent: torch.Tensor = forward_ad.unpack_dual(dual).tangent  # type: ignore[no-untyped-call]
         return tangent @ w
 
-    captured = capture(program, *matrices(rng, 3))
+    captured = capture_program(program, *matrices(rng, 3))
     MarkRegions(site()).call(captured.gm)
     names = node_names(captured.gm.graph).items()
     reasons = [node.meta.get("island") for node, name in names if "matmul" in name]
@@ -164,10 +134,8 @@ def test_nodes_of_a_forward_ad_level_are_one_island(
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_higher_order_ops_are_islands(
-    capture: Callable[..., Captured], rng: torch.Generator
-) -> None:
-    captured = capture(squared, *matrices(rng, 3)[:1])
+def test_higher_order_ops_are_islands(rng: torch.Generator) -> None:
+    captured = capture_program(squared, *matrices(rng, 3)[:1])
     MarkRegions(site()).call(captured.gm)
     assert captured.node("autograd_function_apply").meta["island"] == "higher-order op"
 
@@ -190,17 +158,15 @@ def squared(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def test_graph_without_regions_is_not_modified(
-    capture: Callable[..., Captured], rng: torch.Generator
-) -> None:
-    captured = capture(lambda x: x @ x, *matrices(rng, 3)[:1])
+def test_graph_without_regions_is_not_modified(rng: torch.Generator) -> None:
+    captured = capture_program(lambda x: x @ x, *matrices(rng, 3)[:1])
     before = captured.text()
     assert not MarkRegions(site()).call(captured.gm).modified
     assert captured.text() == before
 
 
-def test_second_run_changes_nothing(capture: Callable[..., Captured], rng: torch.Generator) -> None:
-    captured = capture(nested, *matrices(rng, 3))
+def test_second_run_changes_nothing(rng: torch.Generator) -> None:
+    captured = capture_program(nested, *matrices(rng, 3))
     assert MarkRegions(site()).call(captured.gm).modified
     before = dtypes_by_node(captured)
     assert not MarkRegions(site()).call(captured.gm).modified
@@ -208,24 +174,8 @@ def test_second_run_changes_nothing(capture: Callable[..., Captured], rng: torch
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_numbers(
-    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy, dtype: torch.dtype
-) -> None:
+def test_numbers(rng: torch.Generator, dtype: torch.dtype) -> None:
     args = matrices(rng, 3)
-    captured = capture(nested, *args)
-    run_passes(captured.gm, default_passes(policy, site(dtype), restores_outputs=False), check=True)
+    captured = capture_program(nested, *args)
+    run_passes(captured.gm, default_passes(POLICY, site(dtype), restores_outputs=False), check=True)
     assert_same_bits(run_program(captured, args), run_program(nested, args, dtype))
-
-
-def test_inner_region_shares_casts_as_eager_does(
-    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
-) -> None:
-    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return (x @ w) @ w
-
-    args = matrices(rng, 3)[:2]
-    captured = capture(program, *args)
-    passes = default_passes(policy, site(), restores_outputs=False)
-    run_passes(captured.gm, passes, check=True)
-    assert_same_bits(run_program(captured, args), run_program(program, args, torch.bfloat16))

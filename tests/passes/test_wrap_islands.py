@@ -7,14 +7,20 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from amp_fx.backend.pipeline import default_passes, run_passes
-from amp_fx.passes.wrap_islands import WrapIslands
-from tests.programs import assert_same_bits, matrices, run_program, site
+from amp_fx.backend.pipeline import default_passes
+from tests.programs import (
+    POLICY,
+    assert_same_bits,
+    capture_program,
+    matrices,
+    run_program,
+    run_settling,
+    site,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections import Counter
 
-    from amp_fx.policies.policy import Policy
     from tests.programs import Captured, Program
 
 pytestmark = pytest.mark.filterwarnings(
@@ -55,15 +61,15 @@ def two_in_a_row(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 PROGRAMS = {"function": function, "vmap": vmapped, "two": two_in_a_row}
 
 
-def rewrite(captured: Captured, policy: Policy, **where: Any) -> dict[str, int]:
+def rewrite(captured: Captured, **where: Any) -> Counter[str]:
     """Runs the whole pipeline, of which this pass is the last; checks the graph."""
-    passes = default_passes(policy, site(**where), restores_outputs=False)
-    return dict(run_passes(captured.gm, passes, check=True)[-1].counts)
+    passes = default_passes(POLICY, site(**where), restores_outputs=False)
+    return run_settling(captured.gm, passes)
 
 
-def test_golden(capture: Callable[..., Captured], rng: torch.Generator, policy: Policy) -> None:
-    captured = capture(vmapped, *matrices(rng))
-    assert rewrite(captured, policy) == {"islands": 1}
+def test_golden(rng: torch.Generator) -> None:
+    captured = capture_program(vmapped, *matrices(rng))
+    assert rewrite(captured) == {"islands": 1}
     lines = captured.text().splitlines()
     names = [line.split(" = ")[0].split(":")[0] for line in lines[1:-1]]
     inside = names[names.index("enter_autocast") + 1 : names.index("exit_autocast")]
@@ -79,52 +85,26 @@ def test_golden(capture: Callable[..., Captured], rng: torch.Generator, policy: 
     assert "matmul_1: bf16 = aten.matmul.default(remove_batch_dim, x_bf16)" in lines
 
 
-def test_markers_carry_the_settings_of_the_region(
-    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
-) -> None:
-    captured = capture(function, *matrices(rng))
-    rewrite(captured, policy, dtype=torch.float16, cache_enabled=False)
+def test_markers_carry_the_settings_of_the_region(rng: torch.Generator) -> None:
+    captured = capture_program(function, *matrices(rng))
+    rewrite(captured, dtype=torch.float16, cache_enabled=False)
     assert captured.node("enter_autocast").args == ("cpu", torch.float16, True, False)
-
-
-def test_graph_without_islands_is_not_modified(
-    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy
-) -> None:
-    captured = capture(lambda x, w: x @ w, *matrices(rng))
-    assert rewrite(captured, policy) == {}
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_islands_where_nothing_autocasts_are_untouched(
-    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy, program: Program
+    rng: torch.Generator, program: Program
 ) -> None:
-    captured = capture(program, *matrices(rng))
+    captured = capture_program(program, *matrices(rng))
     before = captured.text()
-    assert rewrite(captured, policy, enabled=False) == {}
-    assert captured.text() == before
-
-
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_second_run_changes_nothing(
-    capture: Callable[..., Captured], rng: torch.Generator, policy: Policy, program: Program
-) -> None:
-    captured = capture(program, *matrices(rng))
-    assert rewrite(captured, policy)
-    before = captured.text()
-    assert not WrapIslands().call(captured.gm).modified
+    assert rewrite(captured, enabled=False) == {}
     assert captured.text() == before
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_numbers(
-    capture: Callable[..., Captured],
-    rng: torch.Generator,
-    policy: Policy,
-    program: Program,
-    dtype: torch.dtype,
-) -> None:
+def test_numbers(rng: torch.Generator, program: Program, dtype: torch.dtype) -> None:
     args = matrices(rng)
-    captured = capture(program, *args)
-    rewrite(captured, policy, dtype=dtype)
+    captured = capture_program(program, *args)
+    rewrite(captured, dtype=dtype)
     assert_same_bits(run_program(captured, args), run_program(program, args, dtype))
