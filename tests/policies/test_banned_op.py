@@ -65,12 +65,6 @@ def test_ambient(args: tuple[torch.Tensor, torch.Tensor], message: str) -> None:
     assert all(line in str(raised.value) for line in message.splitlines())
 
 
-def test_cpu_has_no_ban() -> None:
-    p = torch.rand(3)
-    with torch.autocast("cpu"):
-        assert torch.equal(compiled(loss)(p, p), loss(p, p))
-
-
 def test_policy_allows_it_bare(args: tuple[torch.Tensor, torch.Tensor], allowing: Policy) -> None:
     call = compiled(loss, policy=allowing, output_dtype="autocast")
     assert call(args[0].float(), args[1]).dtype == f32

@@ -121,8 +121,13 @@ WAYS: dict[str, Callable[[Policy], Policy]] = {
 }
 
 
-@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=CPP_COMPILER), None])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "compiler"),
+    [
+        *((way, compiler) for way in WAYS for compiler in ("eager", None)),
+        pytest.param("ops", "inductor", marks=CPP_COMPILER),
+    ],
+)
 def test_results_and_gradients_are_those_of_float32(way: str, compiler: str | None) -> None:
     torch.manual_seed(0)
     model, x = nn.Linear(64, 16), torch.randn(8, 64, requires_grad=True)

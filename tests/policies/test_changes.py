@@ -146,11 +146,22 @@ def test_a_class_means_its_subclasses(net: Decoder, x: torch.Tensor) -> None:
     assert {d[1] for d in flipped(net, x, policy)} == {f"blocks.{i}.attn.scores" for i in (0, 1)}
 
 
+def by_size(op: str, _: str, shapes: Any, __: Any) -> str | None:
+    return "fp32" if op == "aten::matmul" and shapes[0][-1] == WIDTH else None
+
+
+SCORES = {
+    "a module": DEFAULT.with_modules({"blocks.*.attn.scores": "fp32"}),
+    "an op inside of a module": DEFAULT.with_modules({"blocks.*.attn.scores": {"matmul": "fp32"}}),
+    "a rule": DEFAULT.with_rule(by_size).with_ops({"softmax": "keep"}),
+}
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_numbers_of_a_module(way: str, net: Decoder, x: torch.Tensor) -> None:
-    """Recipe: attention scores in float32 inside a model that is otherwise bfloat16."""
-    policy = DEFAULT.with_modules({"blocks.*.attn.scores": "fp32"})
-    actual = run(way, net, x, policy)
+@pytest.mark.parametrize("name", SCORES)
+def test_numbers_of_scores_in_float32(name: str, way: str, net: Decoder, x: torch.Tensor) -> None:
+    """Inside a model that is otherwise bfloat16; the softmax takes what the product gives."""
+    actual = run(way, net, x, SCORES[name])
     for module in net.modules():
         if isinstance(module, Scores):
             in_float32(module)
@@ -164,17 +175,6 @@ def test_an_op_inside_of_a_module_is_flipped_and_no_other(net: Decoder, x: torch
         ("matmul", "blocks.1.attn.scores", "fp32", origin),
         ("matmul", "blocks.1.attn", "fp32", origin),
     }
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_numbers_of_an_op_inside_of_a_module(way: str, net: Decoder, x: torch.Tensor) -> None:
-    """The softmax of the scores takes what their product gives."""
-    policy = DEFAULT.with_modules({"blocks.*.attn.scores": {"matmul": "fp32"}})
-    actual = run(way, net, x, policy)
-    for module in net.modules():
-        if isinstance(module, Scores):
-            in_float32(module)
-    assert_equal_bits(actual, outputs_and_grads(net, net, x, torch.autocast("cpu")))
 
 
 def test_later_beats_earlier_for_single_ops_too(net: Decoder, x: torch.Tensor) -> None:
@@ -229,19 +229,6 @@ def test_a_rule_is_told_op_path_sizes_and_dtypes(net: Decoder, x: torch.Tensor) 
     ) in seen
     assert {path for _, path, *_ in seen} >= {"embed", "head", "blocks.1", "blocks.1.attn.scores"}
     assert not any(op.startswith(("aten::transpose", "aten::chunk")) for op, *_ in seen)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_numbers_of_a_rule(way: str, net: Decoder, x: torch.Tensor) -> None:
-    def by_size(op: str, _: str, shapes: Any, __: Any) -> str | None:
-        return "fp32" if op == "aten::matmul" and shapes[0][-1] == WIDTH else None
-
-    policy = DEFAULT.with_rule(by_size).with_ops({"softmax": "keep"})
-    actual = run(way, net, x, policy)
-    for module in net.modules():
-        if isinstance(module, Scores):
-            in_float32(module)
-    assert_equal_bits(actual, outputs_and_grads(net, net, x, torch.autocast("cpu")))
 
 
 def winner(net: nn.Module, x: torch.Tensor, policy: Policy) -> Decided:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 LOW, WIDE = torch.bfloat16, "lower_precision_wide"
-COMPILERS = ["eager", "aot_eager", pytest.param("inductor", marks=CPP_COMPILER)]
 
 
 def rounded(tensor: torch.Tensor, dtype: torch.dtype = LOW) -> torch.Tensor:
@@ -52,15 +51,23 @@ class Layer(nn.Module):
 ROUTER = Policy.default().with_modules({"gate": WIDE})
 
 
-@pytest.mark.parametrize("compiler", COMPILERS)
-@pytest.mark.parametrize("shape", [(5, 24), (2, 3, 24), (24,)], ids=str)
+@pytest.mark.parametrize(
+    ("compiler", "shape"),
+    [
+        ("eager", (5, 24)),
+        *(("aot_eager", shape) for shape in [(5, 24), (2, 3, 24), (24,)]),
+        pytest.param("inductor", (5, 24), marks=CPP_COMPILER),
+    ],
+    ids=str,
+)
 def test_result_and_gradients_are_those_of_rounded_inputs(
     compiler: str, shape: tuple[int, ...]
 ) -> None:
     model, x = Layer(), torch.randn(*shape, requires_grad=True)
     hidden: list[torch.Tensor] = []
     model.before.register_forward_hook(lambda *args: hidden.append(args[2].detach()))
-    y = amp_fx.compile(model, policy=ROUTER, options={"compiler": compiler})(x)
+    call = amp_fx.compile(model, policy=ROUTER, options={"compiler": compiler})
+    y = call(x)
     with torch.autocast("cpu", LOW):
         low = rounded(model.before(x)).reshape(-1, 32)
     flat = y.detach().reshape(-1, 8) - model.gate.bias.detach()
@@ -81,12 +88,7 @@ def test_result_and_gradients_are_those_of_rounded_inputs(
     expected = grad.double().reshape(-1, 8).sum(0)
     torch.testing.assert_close(bias_grad.double(), expected, rtol=1e-5, atol=1e-6)
 
-
-@pytest.mark.parametrize("compiler", COMPILERS)
-def test_inference_rounds_as_training_does(compiler: str) -> None:
-    model, x = Layer(), torch.randn(6, 24)
-    call = amp_fx.compile(model, policy=ROUTER, options={"compiler": compiler})
-    trained = call(x).detach()
+    trained = y.detach()
     with torch.no_grad():
         torch.testing.assert_close(call(x), trained, rtol=0, atol=2e-6)
         model.gate.weight.mul_(2)
@@ -203,25 +205,6 @@ def test_numbers_at_the_ends(value: float) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_router_chooses_the_experts_of_float32() -> None:
-    """The test of pytorch/torchtitan#4273: low hidden states and weights, 8,192 tokens."""
-    torch.manual_seed(0)
-    gate = nn.Linear(256, 64, bias=False).to(LOW)
-    hidden = torch.randn(8192, 256).to(LOW)
-    exact = hidden.float() @ gate.weight.float().T
-    policy = Policy.default().with_modules({nn.Linear: WIDE})
-    with torch.no_grad(), amp_fx.autocast("cpu", LOW, policy=policy):
-        wide = gate(hidden)
-    with torch.no_grad(), torch.autocast("cpu", LOW):
-        low = gate(hidden)
-
-    def chosen(scores: torch.Tensor) -> torch.Tensor:
-        return scores.topk(8).indices.sort(-1).values
-
-    assert torch.equal(chosen(wide), chosen(exact))
-    assert not torch.equal(chosen(low.float()), chosen(exact))
-
-
 def test_presets_name_routers_and_heads() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -290,17 +273,6 @@ def test_empty_factors(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
         found = torch.matmul(torch.randn(shapes[0]), torch.randn(shapes[1]))
     assert found.dtype == torch.float32
     assert found.shape == torch.matmul(torch.zeros(shapes[0]), torch.zeros(shapes[1])).shape
-
-
-def test_a_second_derivative() -> None:
-    a, b = (torch.randn(3, 3, dtype=torch.float32, requires_grad=True) for _ in range(2))
-    with amp_fx.autocast("cpu", LOW, policy=Policy.default().with_ops({"mm": WIDE})):
-        y = torch.mm(a, b)
-    [grad] = torch.autograd.grad(y.square().sum(), a, create_graph=True)
-    grad.sum().backward()  # type: ignore[no-untyped-call]
-    assert b.grad is not None
-    assert torch.isfinite(b.grad).all()
-    assert b.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("op", ["softmax", "_grouped_mm", "conv2d"])

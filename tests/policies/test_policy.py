@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-import pickle
 import re
 from typing import Any
 
@@ -161,13 +159,6 @@ def test_a_policy_cannot_be_changed() -> None:
         policy.tables["cpu"] = {}
     with pytest.raises(TypeError):
         policy.tables["cpu"]["aten::exp"] = CastPolicy.FP32
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
-def test_copies_are_equal_and_keep_the_name(duplicate: Any) -> None:
-    policy = preset("ipex")
-    assert duplicate(policy) == policy
-    assert duplicate(policy).name == "ipex"
 
 
 def test_the_repr_names_it_and_counts() -> None:

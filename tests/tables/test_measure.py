@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from amp_fx.errors import PolicyError
-from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.measure import measure, measured_table, registered_ops
 from amp_fx.tables.presets import measured_file, torch_version
 
@@ -25,43 +24,6 @@ def test_the_file_of_the_installed_torch_is_what_is_measured(tmp_path: Path) -> 
     committed = measured_file(torch_version())
     assert fresh.name == committed.name
     assert fresh.read_text().splitlines() == committed.read_text().splitlines()
-
-
-@pytest.mark.parametrize(
-    ("op", "device_type", "policy"),
-    [
-        ("aten::linear", "cpu", CastPolicy.LOWER_PRECISION_FP),
-        ("aten::einsum", "cuda", CastPolicy.LOWER_PRECISION_FP),
-        ("aten::mse_loss", "cpu", CastPolicy.FP32),
-        ("aten::layer_norm", "cuda", CastPolicy.FP32),
-        ("aten::softmax.int", "mps", CastPolicy.FP32),
-        ("aten::softmax.int", "cuda", CastPolicy.FP32_SET_OPT_DTYPE),
-        ("aten::norm.Scalar", "cuda", CastPolicy.FP32_APPEND_DTYPE),
-        ("aten::norm.ScalarOpt_dim", "xpu", CastPolicy.FP32_APPEND_DTYPE),
-        ("aten::cat", "cpu", CastPolicy.PROMOTE),
-        ("aten::index_put", "cuda", CastPolicy.PROMOTE),
-        ("aten::binary_cross_entropy", "cuda", CastPolicy.BANNED),
-        ("aten::binary_cross_entropy", "cpu", CastPolicy.FP32),
-        ("aten::layer_norm", "cpu", None),
-        ("aten::softmax.int", "cpu", None),
-        ("aten::cat", "cuda", None),
-        ("aten::add.Tensor", "cuda", None),
-        ("aten::mm.out", "cuda", None),
-    ],
-)
-def test_known_ops(op: str, device_type: str, policy: CastPolicy | None) -> None:
-    assert measure(op, device_type) is policy
-
-
-def test_agrees_with_the_dtypes_that_eager_autocast_computes_in() -> None:
-    x = torch.ones(3, 3)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.mm(x, x).dtype is torch.bfloat16
-        assert torch.prod(x.bfloat16()).dtype is torch.float32
-        assert torch.softmax(x.bfloat16(), -1).dtype is torch.bfloat16
-    assert measure("aten::mm", "cpu") is CastPolicy.LOWER_PRECISION_FP
-    assert measure("aten::prod", "cpu") is CastPolicy.FP32
-    assert measure("aten::softmax.int", "cpu") is None
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda", "xpu", "mps"])

@@ -36,20 +36,6 @@ def test_each_version_has_as_many_ops_as_its_binary(name: str) -> None:
     assert {d: len(table) for d, table in preset(name).tables.items()} == COUNTS[name]
 
 
-@pytest.mark.parametrize(
-    ("op", "device_type", "without", "with_it", "policy"),
-    [
-        ("aten::linalg_matrix_sqrth", "cpu", "torch-2.13", "torch-2.14", CastPolicy.FP32),
-        ("aten::qr", "cpu", "torch-2.14", "torch-2.13", CastPolicy.FP32),
-    ],
-)
-def test_an_op_that_came_or_went(
-    op: str, device_type: str, without: str, with_it: str, policy: CastPolicy
-) -> None:
-    assert op not in preset(without).tables[device_type]
-    assert preset(with_it).tables[device_type][op] is policy
-
-
 def test_each_supported_version_has_a_preset_and_a_count() -> None:
     assert [f"torch-{major}.{minor}" for major, minor in VERSIONS] == [*COUNTS]
     assert torch_version() in VERSIONS
