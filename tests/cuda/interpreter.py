@@ -1,7 +1,8 @@
 """Triton's interpreter, repaired: it rounds, reduces and calls libdevice as a GPU does.
 
 Triton runs kernels in NumPy if ``TRITON_INTERPRET=1`` when it is imported. What it does otherwise
-than a GPU is put right here, each by one function that ``tests/cuda/test_interpreter.py`` checks:
+than a GPU is put right here, each by one function. ``tests/cuda/test_interpreter.py`` checks
+rounding and threads, ``tests/cuda/test_generated.py`` the others by the kernels that it executes:
 
 - float32 becomes bfloat16 or float16 by rounding to the nearest, ties to even;
 - a reduction or scan with a combine function of its own takes whole arrays;
