@@ -1,7 +1,7 @@
 """Runs what the documentation shows, each snippet alone: in names of its own, with a fresh Dynamo.
 
 Called as a program, with files to run one after another, ``snippets.py [--inductor] FILE...``, or
-programs with their arguments, ``python snippets.py --program FILE ARGUMENT... --program ...``.
+programs with their arguments, ``snippets.py [--inductor] --program FILE ARGUMENT... ...``.
 Without ``--inductor`` graphs are run by AOTAutograd, as nothing is timed.
 """
 
@@ -42,21 +42,24 @@ def run_all(programs: list[list[str]], *, uses_inductor: bool) -> None:
         try:
             # Dynamo looks names up in the module `__main__`, which run_path replaces meanwhile.
             runpy.run_path(path, run_name="__main__")
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, SystemExit) and not error.code:
+                continue
             sys.stderr.write(f"{path} failed\n")
             raise
 
 
 def main(arguments: list[str]) -> None:
     """Runs what the arguments name."""
+    uses_inductor = "--inductor" in arguments
     if "--program" in arguments:
         starts = [i for i, word in enumerate(arguments) if word == "--program"]
         ends = [*starts[1:], len(arguments)]
         programs = [arguments[a + 1 : b] for a, b in zip(starts, ends, strict=True)]
-        run_all(programs, uses_inductor=False)
+        run_all(programs, uses_inductor=uses_inductor)
         return
     files = [[name] for name in arguments if name != "--inductor"]
-    run_all(files, uses_inductor="--inductor" in arguments)
+    run_all(files, uses_inductor=uses_inductor)
 
 
 if __name__ == "__main__":

@@ -92,21 +92,18 @@ def test_each_snippet_of_the_documentation_runs_alone_and_prints_what_is_shown(
     run_pages(tmp_path, pages)
 
 
-COMMANDS = [
-    pytest.param(command, id=f"{name_of(page)}: {' '.join(command.split()[3:5])}")
-    for page in PAGES
-    for command in "".join(fenced(page, "sh")).replace("\\\n", "").splitlines()
-]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_run(command: str, tmp_path: Path) -> None:
-    python, *arguments = shlex.split(command)
-    assert python == "python"
-    if "--html" in arguments and not HAS_DOT:
-        pytest.skip("needs the dot program")
-    assert run(tmp_path, *arguments)
-    for path in (word for word in arguments if word.endswith(".html")):
+def test_commands_run(tmp_path: Path) -> None:
+    """In one process: each would spend most of its time with importing torch."""
+    shown = "".join(text for page in PAGES for text in fenced(page, "sh")).replace("\\\n", "")
+    programs: list[str] = []
+    for command in sorted({*shown.splitlines()}):
+        python, option, module, *arguments = shlex.split(command)
+        assert (python, option, module) == ("python", "-m", "amp_fx")
+        if HAS_DOT or "--html" not in arguments:
+            programs += ["--program", str(ROOT / "amp_fx" / "__main__.py"), *arguments]
+    assert programs
+    assert run(tmp_path, str(ROOT / "tests" / "snippets.py"), "--inductor", *programs)
+    for path in (word for word in programs if word.endswith(".html")):
         assert (tmp_path / path).exists()
 
 

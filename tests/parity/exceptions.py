@@ -58,7 +58,12 @@ MODELS: dict[str, str] = {
 """Test id in ``test_models.py`` (as ``lstm_cell-ambient-bfloat16``) -> reason."""
 
 
-def param(table: dict[str, str], *values: object, id: str) -> object:  # noqa: A002
+def param(
+    table: dict[str, str],
+    *values: object,
+    id: str,  # noqa: A002
+    is_slow: bool = False,
+) -> object:
     """A ``pytest.param`` that is a strict expected failure if ``table`` has a row for ``id``."""
     marks = [pytest.mark.xfail(strict=True, reason=table[id])] if id in table else []
-    return pytest.param(*values, id=id, marks=marks)
+    return pytest.param(*values, id=id, marks=[*marks, *[pytest.mark.slow] * is_slow])
