@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import amp_fx
-from amp_fx import CastPolicy, stats, weight_cache
+from amp_fx import stats, weight_cache
 from amp_fx.backend import backward, inner
-from amp_fx.commands.policy import MEANING
 from amp_fx.errors import BannedOpError, CompileTargetError, ExplainError, OptionError, PolicyError
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.regions.state import nesting
@@ -422,13 +421,6 @@ def test_a_wrong_shape_is_told_in_numbers_after_calls_with_other_shapes() -> Non
         amp_fx.explain(model)(torch.randn(8, 17))
 
 
-def test_mistakes_are_told_before_the_inputs_are_there() -> None:
-    with pytest.raises(OptionError, match="did you mean 'weight_cache'"):
-        amp_fx.explain(mlp(), options={"weight_cach": False})
-    with pytest.raises(OptionError, match="no argument 'dtyp'; did you mean 'dtype'"):
-        amp_fx.explain(mlp(), dtyp="bfloat16")  # type: ignore[call-overload]
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def hidden(x: torch.Tensor) -> torch.Tensor:
     return x @ x
@@ -449,6 +441,8 @@ def test_a_model_that_cannot_be_copied_or_gives_no_graph() -> None:
 
 def test_arguments_are_checked() -> None:
     x = torch.randn(8, 16)
+    with pytest.raises(OptionError, match="no argument 'dtyp'; did you mean 'dtype'"):
+        amp_fx.explain(mlp(), dtyp="bfloat16")  # type: ignore[call-overload]
     with pytest.raises(CompileTargetError, match="expects a module or a function, got 3"):
         amp_fx.explain(3)  # type: ignore[call-overload]
     with pytest.raises(CompileTargetError, match="Linear"):
@@ -459,8 +453,8 @@ def test_arguments_are_checked() -> None:
         amp_fx.explain(mlp(), policy="tork")
     with pytest.raises(OptionError, match="pass dtype as an argument of amp_fx"):
         amp_fx.explain(mlp(), options={"dtype": torch.float16})
-    with pytest.raises(OptionError, match="unknown option 'weight_cach'"):
-        amp_fx.explain(mlp(), options={"weight_cach": False})(x)
+    with pytest.raises(OptionError, match="unknown option 'weight_cach'; did you mean"):
+        amp_fx.explain(mlp(), options={"weight_cach": False})
     with pytest.raises(OptionError, match="float32"):
         amp_fx.explain(mlp(), dtype=torch.float32)(x)
 
@@ -468,23 +462,3 @@ def test_arguments_are_checked() -> None:
 def test_a_banned_op_is_told_as_autocast_tells_it() -> None:
     with pytest.raises(BannedOpError, match="binary_cross_entropy_with_logits"):
         amp_fx.explain(nn.BCELoss(), device_type="cuda")(torch.rand(4), torch.rand(4))
-
-
-@pytest.mark.parametrize("policy", list(CastPolicy))
-def test_a_reason_says_what_every_cast_policy_means(policy: CastPolicy) -> None:
-    """In words, and in those that the command line has for it."""
-    effect = policy.effect("bfloat16")
-    assert effect != policy.value
-    assert MEANING[policy.value] == policy.effect()
-    if policy is CastPolicy.LOWER_PRECISION_IO:
-        lean = amp_fx.explain(nn.LayerNorm(4), policy="lean", device_type="cuda")
-        [norm] = [n for n in lean(torch.ones(2, 4)).nodes if n.op == "aten.layer_norm"]
-        assert norm.reason == f"layer_norm: lower_precision_io (cuda table), {effect}"
-
-
-def test_an_lstm_says_how_dynamo_captures_it() -> None:
-    lstm, x = nn.LSTM(4, 4), torch.ones(3, 2, 4)
-    with pytest.raises(ExplainError, match="allow_rnn = True"):
-        amp_fx.explain(lstm)(x)
-    with torch._dynamo.config.patch(allow_rnn=True):
-        assert "lstm" in str(amp_fx.explain(lstm)(x)).lower()

@@ -160,11 +160,3 @@ def test_weights_stored_low_are_kept_only_where_that_was_asked_for(
         compiled(x)
     assert bool(values) == bool(options)
     assert len(values) == len(weight_cache.stats().values)
-
-
-@needs.FROZEN_GRAPHS
-def test_the_table_says_what_is_kept() -> None:
-    with torch.no_grad():
-        text = str(explained(nn.Linear(16, 32), torch.randn(4, 16), {}))
-    assert "kept   casts of weights move 3.3 kB less per call" in text
-    assert "cached 2 values computed from weights take 1.1 kB" in text

@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 import amp_fx
-from amp_fx.commands.policy import MEANING
 from amp_fx.explanation.table import folded_path, render
 from amp_fx.reports import human, printed
-from amp_fx.tables.cast_policy import NO_POLICY
 from tests.models.explained import CASES, gpt, mlp
 
 if TYPE_CHECKING:
@@ -24,11 +22,6 @@ def test_it_fits_the_terminal(width: int) -> None:
     make, args = CASES["gpt"]
     lines = printed(render(amp_fx.explain(make(), backward=True)(*args)), width).splitlines()
     assert max(map(len, lines)) <= width
-
-
-def test_where_there_is_no_terminal_it_fits_80_columns() -> None:
-    make, args = CASES["gpt"]
-    assert max(map(len, str(amp_fx.explain(make())(*args)).splitlines())) <= 80
 
 
 def test_layers_that_are_alike_are_one_row() -> None:
@@ -98,21 +91,6 @@ def test_a_view_shares_memory_with_its_input() -> None:
     with Seen():
         in_views(x, w)
     assert [node.is_view for node in nodes] == seen
-
-
-def test_one_treatment_has_one_name() -> None:
-    """In the table, in the page and in the command that shows policies."""
-    explanation = amp_fx.explain(mlp())(torch.randn(8, 16))
-    [norm] = [node for node in explanation.nodes if "layer_norm" in node.op]
-    assert norm.treatment == NO_POLICY
-    assert NO_POLICY in MEANING
-    assert f" {NO_POLICY}" in str(explanation)
-
-
-def test_in_a_notebook_it_is_html() -> None:
-    html = amp_fx.explain(mlp())(torch.randn(8, 16))._repr_html_()
-    assert html.startswith("<pre")
-    assert "layer_norm" in html
 
 
 def test_in_a_notebook_print_prints(monkeypatch: pytest.MonkeyPatch) -> None:

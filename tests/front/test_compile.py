@@ -104,27 +104,6 @@ def test_breaks_and_disabled_functions(model: Breaks, x: torch.Tensor) -> None:
     assert_same([p.grad for p in model.parameters()], [p.grad for p in other.parameters()])
 
 
-def test_bare_way_trains_alike(model: Breaks, x: torch.Tensor) -> None:
-    other = copy.deepcopy(model)
-    ours = amp_fx.compile(model, **EAGER)
-    bare = torch.compile(other, backend="amp_fx", **EAGER)
-    # What Dynamo skips is in a region in one way only.
-    for program, module in ((ours, model), (bare, other)):
-        backward(program(x)[:3])
-        assert module.fourth.grad is None
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        if p.grad is not None:
-            assert q.grad is not None
-            scale = q.grad.abs().max().item()
-            torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=0.03 * scale)
-
-
-def test_forced_eager(model: Breaks, x: torch.Tensor) -> None:
-    program = amp_fx.compile(model, **EAGER)
-    with torch.compiler.set_stance("force_eager"):
-        assert_same(program(x), eager(model, x))
-
-
 def test_policy_holds_in_eager_parts(model: Breaks, x: torch.Tensor) -> None:
     table = {**preset("torch").tables["cpu"], "aten::matmul": CastPolicy.FP32}
     program = amp_fx.compile(model, policy=preset("torch").with_device("cpu", table), **EAGER)
@@ -174,8 +153,10 @@ def test_forward_method_is_in_the_region(x: torch.Tensor) -> None:
 
 
 def test_deepcopy_and_pickle(model: Breaks, x: torch.Tensor) -> None:
-    ours = amp_fx.compile(model, dtype=f16, **EAGER)
+    settings: dict[str, Any] = {"dtype": f16, "output_dtype": "original", **EAGER}
+    ours = amp_fx.compile(model, **settings)
     expected = ours(x)
+    assert expected[0].dtype == f32
     duplicate = copy.deepcopy(ours)
     assert duplicate.first.weight is not ours.first.weight
     stored = io.BytesIO()
@@ -189,7 +170,7 @@ def test_deepcopy_and_pickle(model: Breaks, x: torch.Tensor) -> None:
         assert type(other) is type(ours)
         assert_same(other(x), expected)
     other = Breaks()
-    fresh = amp_fx.compile(other, dtype=f16, **EAGER)
+    fresh = amp_fx.compile(other, **settings)
     fresh.load_state_dict(ours.state_dict())
     assert_same(fresh(x), expected)
 
@@ -346,6 +327,13 @@ WRONG: dict[str, tuple[dict[str, Any], type[AmpFxError], str]] = {
     ),
     "weight_cache": ({"weight_cache": 1}, OptionError, "not one of True, False"),
     "mode": ({"mode": "fastest"}, OptionError, "mode='fastest'"),
+    "argument": ({"full_graph": True}, ArgumentTypeError, "did you mean 'fullgraph'"),
+    "output_dtype": ({"output_dtype": "low"}, OptionError, "'low' is not one of 'original'"),
+    "output_dtype as an option": (
+        {"options": {"output_dtype": "original"}},
+        OptionError,
+        "pass output_dtype as an argument of",
+    ),
 }
 
 
@@ -355,11 +343,6 @@ def test_bad_input(kwargs: dict[str, Any], kind: type[AmpFxError], message: str)
     with pytest.raises(kind, match=message):
         amp_fx.compile(nn.Linear(1, 1), **kwargs)
     assert AutocastState.ambient() == before
-
-
-def test_unknown_argument() -> None:
-    with pytest.raises(TypeError, match="no argument 'full_graph'; did you mean 'fullgraph'"):
-        amp_fx.compile(nn.Linear(1, 1), full_graph=True)
 
 
 def test_error_of_the_model_leaves_no_region(x: torch.Tensor) -> None:
@@ -498,31 +481,6 @@ def test_original_output_dtype_is_float32_for_what_the_region_made_low() -> None
         assert found["more"][0].dtype == f32
         assert found["more"][1] is mine
         assert found["index"].dtype == torch.int64
-
-
-def test_a_loss_outside_of_the_region_trains_in_float16() -> None:
-    torch.manual_seed(0)
-    model, x, y = nn.Linear(16, 4), torch.randn(8, 16), torch.randint(4, (8,))
-    call = amp_fx.compile(model, dtype=f16, output_dtype="original", **EAGER)
-    scaler = amp_fx.GradScaler("cpu")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler.scale(nn.functional.cross_entropy(call(x), y)).backward()  # type: ignore[no-untyped-call]
-    scaler.step(optimizer)
-    assert scaler.last_step is not None
-    assert not scaler.last_step.skipped
-
-
-def test_output_dtype_survives_pickling() -> None:
-    call = amp_fx.compile(nn.Linear(4, 4), output_dtype="original", **EAGER)
-    again = pickle.loads(pickle.dumps(call))
-    assert again(torch.randn(2, 4)).dtype == f32
-
-
-def test_bad_output_dtype() -> None:
-    with pytest.raises(OptionError, match="output_dtype='low' is not one of 'original'"):
-        amp_fx.compile(nn.Linear(4, 4), output_dtype="low")
-    with pytest.raises(OptionError, match=r"pass output_dtype as an argument of amp_fx\.compile"):
-        amp_fx.compile(nn.Linear(4, 4), options={"output_dtype": "original"})
 
 
 @pytest.mark.parametrize("name", ["accuracy", "explain", "search", "store_low", "verify"])
