@@ -159,9 +159,13 @@ def assert_clean_wherever_it_fails(run: Callable[[], None], error: type[BaseExce
 @pytest.mark.falls_back
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("error", "fallback"), [(RuntimeError, True), (RuntimeError, False), (KeyboardInterrupt, True)]
+    ("mode", "error", "fallback"),
+    [
+        ("bare", RuntimeError, False),
+        ("bare", KeyboardInterrupt, True),
+        ("in a region", RuntimeError, True),
+    ],
 )
-@pytest.mark.parametrize("mode", ["bare", "in a region"])
 def test_each_time_that_an_op_is_traced(
     mode: str, error: type[BaseException], fallback: bool, rng: torch.Generator
 ) -> None:
@@ -189,7 +193,7 @@ class Net(nn.Module):
 @CPP_COMPILER
 @pytest.mark.falls_back
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("is_training", [True, False])
+@pytest.mark.parametrize("is_training", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_each_time_that_inductor_traces_it(is_training: bool, rng: torch.Generator) -> None:
     """Without gradients the weights are frozen."""
     torch.manual_seed(0)
