@@ -140,7 +140,6 @@ def test_a_run_leaves_no_noise_and_a_second_one_changes_nothing(tmp_path: Path) 
     assert "".join(shown_text(path)).endswith("2")
     assert run("noisy", script=tmp_path / "run.py").returncode == 0
     assert path.read_bytes() == first
-    assert run("--check", script=tmp_path / "run.py").returncode == 0
 
 
 @can_run
@@ -165,13 +164,10 @@ def test_a_check_finds_what_was_changed_and_writes_nothing(tmp_path: Path) -> No
 
 
 @can_run
-@pytest.mark.parametrize("arguments", [(), ("--check",)])
-def test_a_cell_that_raises_fails_and_writes_nothing(
-    tmp_path: Path, arguments: tuple[str, ...]
-) -> None:
+def test_a_cell_that_raises_fails_and_writes_nothing(tmp_path: Path) -> None:
     path = write(tmp_path, "broken", "1", "raise ValueError('no luck')")
     before = path.read_bytes()
-    done = run(*arguments, script=tmp_path / "run.py")
+    done = run(script=tmp_path / "run.py")
     assert done.returncode == 1
     assert "broken.ipynb" in done.stdout
     assert "no luck" in done.stdout
