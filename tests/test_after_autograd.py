@@ -132,15 +132,6 @@ def test_the_products_of_experts_are_not_rounded() -> None:
     assert torch.equal(grad_of(w), low.float().mT @ grad.float())
 
 
-@pytest.mark.usefixtures("emulated")
-def test_a_weight_that_is_read_twice() -> None:
-    x, y, w = matrices((64, 16), (32, 16), (8, 16))
-    run = Run()
-    run(lambda w: linear(x.detach(), w).sum() + linear(y.detach(), w).sum(), w)
-    assert run.widened == 2
-    assert torch.allclose(grad_of(w), exact(x, w) + exact(y, w), rtol=1e-6, atol=1e-4)
-
-
 def checkpointed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = checkpoint(linear, x, w, use_reentrant=False)
     return result

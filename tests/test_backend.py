@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from amp_fx.options import Options
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.policies.policy import preset
 from amp_fx.regions.state import AutocastState
-from tests.programs import assert_same_bits, capture_program, compiled, run_program
+from tests.programs import capture_program, compiled
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -81,10 +80,6 @@ def test_output_dtype_autocast(model: nn.Module, x: torch.Tensor) -> None:
     result = compiled(model, output_dtype="autocast")(x)
     assert result.dtype == bf16
     assert torch.equal(result, eager(model, x))
-
-
-def test_dtype_as_a_name(model: nn.Module, x: torch.Tensor) -> None:
-    assert torch.equal(compiled(model, dtype="float16")(x), eager(model, x, f16).float())
 
 
 def test_default_dtype_is_that_of_the_device(x: torch.Tensor) -> None:
@@ -190,16 +185,7 @@ def test_error_of_the_model_is_the_users(x: torch.Tensor) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"dtpye": bf16}, "unknown option 'dtpye'; did you mean 'dtype'"),
-    "unknown to inductor": (
-        {"compiler": "inductor", "max_autotunes": True},
-        "unknown option 'max_autotunes'; did you mean 'max_autotune'",
-    ),
-    "type of an inductor option": ({"compiler": "inductor", "max_autotune": "yes"}, "max_autotune"),
-    "dtype": ({"dtype": "float99"}, "torch.bfloat16, torch.float16"),
-    "dtype that is not low": ({"dtype": f32}, "torch.bfloat16 or torch.float16"),
     "compiler": ({"compiler": "gcc"}, "'inductor', 'aot_eager', 'eager'"),
-    "policy": ({"policy": "nothing"}, "there is no preset 'nothing'"),
-    "type": ({"fallback": 1}, "neither True nor False"),
 }
 
 
@@ -210,14 +196,6 @@ def test_wrong_options_end_in_one_clear_error(
     with pytest.raises(Exception, match=f"(?s){message}"):
         compiled(model, **options)(x)
     assert torch.isfinite(model(x)).all()
-
-
-def test_device_that_cannot_autocast_to_the_dtype(
-    model: nn.Module, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("amp_fx.options.supported_dtypes", lambda _: (bf16,))
-    with pytest.raises(Exception, match=r"float16 cannot .* on 'cpu'; allowed: torch.bfloat16"):
-        compiled(model, dtype=f16)(x)
 
 
 def test_mode_and_inductor_options_pass_through(
@@ -250,44 +228,6 @@ def break_pass(monkeypatch: pytest.MonkeyPatch, message: str) -> None:
         raise BrokenError(f"{message} in {self.name}")
 
     monkeypatch.setattr(InsertCasts, "call", call)
-
-
-@pytest.mark.falls_back
-@pytest.mark.parametrize("way", ["bare", "ambient"])
-def test_pass_that_raises_falls_back_to_native_autocast(
-    model: nn.Module,
-    x: torch.Tensor,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    way: str,
-) -> None:
-    break_pass(monkeypatch, f"on purpose, {way}")
-
-    def bare(*args: torch.Tensor) -> torch.Tensor:
-        weights = dict(zip(names, args[1:], strict=True))
-        result: torch.Tensor = torch.func.functional_call(model, weights, args[:1])
-        return result
-
-    def restored(*args: torch.Tensor) -> torch.Tensor:
-        return bare(*args).float()
-
-    names = [name for name, _ in model.named_parameters()]
-    args = [x, *model.parameters()]
-    with caplog.at_level(logging.WARNING, "amp_fx"):
-        if way == "bare":
-            actual, expected = run_program(compiled(bare), args), run_program(restored, args, bf16)
-        else:
-            actual, expected = (
-                run_program(compiled(bare), args, bf16),
-                run_program(bare, args, bf16),
-            )
-        torch._dynamo.reset()
-        compiled(bare)(*args)
-    assert_same_bits(actual, expected)
-    warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert len(warnings) == 1
-    assert f"on purpose, {way} in insert_casts" in warnings[0]
-    assert "native autocast" in warnings[0]
 
 
 def test_pass_that_raises_without_fallback(
