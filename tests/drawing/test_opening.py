@@ -12,8 +12,6 @@ from torch import nn
 import amp_fx
 from amp_fx.drawing.folding import choose_closed
 
-RESNETS = {"18": (2, 2, 2, 2), "34": (3, 4, 6, 3), "50": (3, 4, 6, 3)}
-
 
 class BasicBlock(nn.Module):
     """As in torchvision, with names as there."""

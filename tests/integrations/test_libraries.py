@@ -135,8 +135,7 @@ def accelerated(precision: str, plugin: Any) -> list[torch.Tensor]:
     return [*losses, *(p.detach() for p in net.parameters())]
 
 
-@pytest.mark.parametrize("is_regional", [True, False])
-@pytest.mark.parametrize("precision", ["bf16", "no"])
+@pytest.mark.parametrize(("precision", "is_regional"), [("bf16", True), ("no", False)])
 def test_accelerate(precision: str, is_regional: bool) -> None:
     expected = accelerated(precision, None)
     plugin = integrations.AcceleratePlugin(use_regional_compilation=is_regional, **EAGER)

@@ -32,6 +32,7 @@ class Net(nn.Module):
 def inputs():
     return torch.randn(64, 16), torch.randn(64, 8)
 """
+NAME = "amp_precision/test_it.py.test_net.1.json"
 PLUGIN = ("-p", "pytest_amp_fx", "-p", "no:amp_fx")
 TEST = """
 import amp_fx, torch
@@ -72,6 +73,26 @@ def run(
     return f"{printed.getvalue()}\nexit {int(code)}"
 
 
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The snapshot of the network as it is."""
+    folder = tmp_path_factory.mktemp("written")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(folder)
+        assert "exit 0" in run(folder, "--amp-precision-update")
+    return (folder / NAME).read_text()
+
+
+@pytest.fixture
+def file(folder: Path, snapshot: str) -> Path:
+    """The file of the snapshot in the folder of a test."""
+    path = folder / NAME
+    path.parent.mkdir()
+    path.write_text(snapshot)
+    return path
+
+
 def execute(python: str, folder: Path, *flags: str) -> str:
     command = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "pytest_amp_fx"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}", "COLUMNS": "140"}
@@ -106,25 +127,23 @@ def test_a_missing_snapshot_names_the_flag_and_the_flag_writes_it(folder: Path) 
     ],
     ids=["policy", "op", "width", "dtype", "suspect", "reference"],
 )  # fmt: skip
+@pytest.mark.usefixtures("file")
 def test_a_change_fails_with_a_table(folder: Path, change: dict[str, str], told: list[str]) -> None:
-    assert "exit 0" in run(folder, "--amp-precision-update")
     printed = run(folder, **change)
     assert "exit 1" in printed
     assert all(word in printed for word in told), printed
 
 
-def test_an_error_may_differ_by_a_factor(folder: Path) -> None:
-    assert "exit 0" in run(folder, "--amp-precision-update")
-    [file] = (folder / "amp_precision").iterdir()
-    snapshot = json.loads(file.read_text())
-    measured = snapshot["modules"]["up"]["error"]
+def test_an_error_may_differ_by_a_factor(folder: Path, file: Path) -> None:
+    data = json.loads(file.read_text())
+    measured = data["modules"]["up"]["error"]
     assert 2**-11 < measured < 2**-8  # one rounding to bfloat16
     for factor, code in ((3.9, 0), (4.5, 1), (1 / 1.5, 0)):
-        snapshot["modules"]["up"]["error"] = measured * factor
-        file.write_text(json.dumps(snapshot))
+        data["modules"]["up"]["error"] = measured * factor
+        file.write_text(json.dumps(data))
         assert f"exit {code}" in run(folder), factor
-    snapshot["modules"]["up"]["error"] = measured * 4.1
-    file.write_text(json.dumps(snapshot))
+    data["modules"]["up"]["error"] = measured * 4.1
+    file.write_text(json.dumps(data))
     assert "exit 0" in run(folder, options="dtype='bfloat16', factor=5.0")
 
 
@@ -135,17 +154,15 @@ def test_calls_and_tests_have_files_of_their_own(folder: Path) -> None:
     assert names == {f"test_it.py.test_net.{n}.json" for n in (1, 2)}
 
 
-def test_a_snapshot_of_another_torch(folder: Path) -> None:
+def test_a_snapshot_of_another_torch(folder: Path, file: Path) -> None:
     """Counts of kernels are that torch's own; a dtype that changed is told, and which torch."""
-    assert "exit 0" in run(folder, "--amp-precision-update")
-    [file] = (folder / "amp_precision").iterdir()
-    snapshot = json.loads(file.read_text())
-    snapshot["torch"] = "1.0.0"
-    snapshot["modules"]["up"]["ops"] = {"linear": {"bfloat16": 2}, "aten::old": {"float32": 1}}
-    file.write_text(json.dumps(snapshot))
+    data = json.loads(file.read_text())
+    data["torch"] = "1.0.0"
+    data["modules"]["up"]["ops"] = {"linear": {"bfloat16": 2}, "aten::old": {"float32": 1}}
+    file.write_text(json.dumps(data))
     assert "exit 0" in run(folder)
-    snapshot["modules"]["up"]["ops"] = {"linear": {"float32": 1}}
-    file.write_text(json.dumps(snapshot))
+    data["modules"]["up"]["ops"] = {"linear": {"float32": 1}}
+    file.write_text(json.dumps(data))
     printed = run(folder)
     assert "exit 1" in printed
     assert "The snapshot is of torch 1.0.0" in printed

@@ -361,16 +361,3 @@ def test_a_worker_that_warns_much_does_not_wait_for_a_reader(
 
     monkeypatch.setattr(subprocess, "Popen", start)
     assert list(command._answers([])) == [{}, {"error": "the end"}]
-
-
-def test_the_worker_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, str]] = []
-    popen = subprocess.Popen
-
-    def start(_: list[str], **given: Any) -> Any:
-        seen.append(given["env"])
-        return popen([sys.executable, "-c", ""], **given)
-
-    monkeypatch.setattr(subprocess, "Popen", start)
-    list(command._answers([]))
-    assert seen == [{**os.environ, "CUDA_VISIBLE_DEVICES": ""}]
