@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import fx
 from torch._inductor.fx_passes import mkldnn_fusion
+from torch._inductor.virtualized import V
 from torch.overrides import BaseTorchFunctionMode
 
 import amp_fx.weights.few_rows  # noqa: F401 (registers an op)
@@ -378,8 +379,8 @@ def test_float32_products_can_be_packed_for_onednn() -> None:
     source = inspect.getsource(mkldnn_fusion)
     assert source.count("V.aot_compilation") == 2
     with inductor.packing_for_onednn():
-        assert inductor.V.aot_compilation
-    assert not inductor.V.aot_compilation
+        assert V.aot_compilation
+    assert not V.aot_compilation
 
 
 def test_the_kernel_of_a_template_is_known_before_there_is_a_graph() -> None:

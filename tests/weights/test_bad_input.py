@@ -28,6 +28,7 @@ from tests.weights.nets import (
     assert_same,
     autocast,
     compile_amp_fx,
+    gradients,
     inputs,
     make_net,
 )
@@ -63,10 +64,30 @@ def to_meta_and_back(net: Net) -> None:
     net.load_state_dict(values)
 
 
+def to_float64_and_back(net: Net) -> None:
+    net.double()
+    net.a.weight.data.mul_(1.5)
+    net.float()
+
+
+def storage_resized(net: Net) -> None:
+    """As sharded training frees and allocates it between layers."""
+    storage = net.a.weight.untyped_storage()
+    num_bytes = storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(num_bytes)
+    net.a.weight.data.copy_(other(1))
+
+
 def storage_grown(net: Net) -> None:
     storage = net.a.weight.untyped_storage()
     storage.resize_(2 * storage.nbytes())
     net.a.weight.data.mul_(1.5)
+
+
+def set_to_another(net: Net) -> None:
+    with torch.no_grad():
+        net.a.weight.set_(other(2))  # type: ignore[call-overload]
 
 
 def set_to_a_part(net: Net) -> None:
@@ -95,7 +116,10 @@ CHANGES: dict[str, Change] = {
         becomes_subclass,
         becomes_plain_again,
         to_meta_and_back,
+        to_float64_and_back,
+        storage_resized,
         storage_grown,
+        set_to_another,
         set_to_a_part,
         resized_and_written,
         grown_layer,
@@ -103,7 +127,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
-RESIZED = ("storage_grown", "resized_and_written")
+RESIZED = ("storage_resized", "storage_grown", "resized_and_written")
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -225,6 +249,30 @@ assert torch.equal(kept(), torch.full((4,), 2.0))
 check(1.5)
 """
 
+WORKERS = """
+import torch
+from torch.utils.data import DataLoader, Dataset
+from tests.weights.nets import EVAL, TRAIN, compile_amp_fx, make_net
+net, twin = make_net(), make_net()
+compiled = compile_amp_fx(net)
+EVAL.check(compiled, net, twin)
+
+class Features(Dataset):
+    def __len__(self):
+        return 6
+    def __getitem__(self, i):
+        net.a.weight.data.mul_(2.0)
+        twin.a.weight.data.mul_(2.0)
+        EVAL.check(compiled, net, twin)
+        return net.a.weight.detach().sum()
+
+if __name__ == "__main__":
+    for batch in DataLoader(Features(), num_workers=2, multiprocessing_context="fork"):
+        TRAIN.check(compiled, net, twin)
+        for model in (net, twin):
+            model.b.weight.data.mul_(1.5)
+        EVAL.check(compiled, net, twin)
+"""
 
 WRITING = """
 import os, signal, sys, threading, torch
@@ -253,7 +301,11 @@ os._exit(0)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize(
     "program",
-    [pytest.param(FORK, id="fork"), pytest.param(WRITING, id="writing", marks=pytest.mark.slow)],
+    [
+        pytest.param(FORK, id="fork"),
+        pytest.param(WORKERS, id="workers"),
+        pytest.param(WRITING, id="writing", marks=pytest.mark.slow),
+    ],
 )
 def test_processes_that_fork(program: str) -> None:
     command = [sys.executable, "-X", "faulthandler", "-c", program]
@@ -384,3 +436,77 @@ def test_a_thread_drops_models_while_another_makes_copies() -> None:
             done.set()
 
     run_all(dropper, caller)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("module", "function"), ALLOCATING, ids=["empty_strided", "foreach_copy_"])
+def test_models_die_at_every_allocation_of_a_copy(
+    module: Any, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The finalizers of dead weights run in the middle of whatever the cache is at."""
+    compiled = compile_amp_fx(lambda model, x: model(x))
+    expected = autocast(Deep(SIZE), inputs())
+    doomed = [Deep(SIZE) for _ in range(8)]
+    for model in doomed:
+        compiled(model, inputs())
+    del model
+    original, survivor = getattr(module, function), Deep(SIZE)
+
+    def dropping(*args: Any, **options: Any) -> Any:
+        if doomed:
+            doomed.pop()
+        return original(*args, **options)
+
+    monkeypatch.setattr(module, function, dropping)
+    assert_same(compiled(survivor, inputs()), expected)
+    assert len(doomed) < 8, "the function is not called at all"
+
+
+def scaled(net: Net) -> None:
+    for parameter in net.parameters():
+        parameter.data.mul_(1.5)
+
+
+def swapped_average(net: Net) -> None:
+    for i, parameter in enumerate(net.parameters()):
+        parameter.data.copy_(other(i, *parameter.shape))
+
+
+def replaced_data(net: Net) -> None:
+    for parameter in net.parameters():
+        parameter.data = parameter.data * 1.5
+
+
+def listed(net: Net) -> None:
+    torch._foreach_mul_([p.data for p in net.parameters()], 1.5)
+
+
+@pytest.mark.parametrize("change", [scaled, swapped_average, replaced_data, listed])
+@pytest.mark.parametrize("second", [TRAIN, EVAL], ids=lambda graph: graph.name)
+def test_a_backward_after_another_call_on_other_weights(change: Change, second: Graph) -> None:
+    net, twin = make_net(), make_net()
+    compiled = compile_amp_fx(net, compiler="aot_eager")
+    for _ in range(2):
+        firsts = compiled(inputs()), autocast(twin, inputs())
+        for model in (net, twin):
+            change(model)
+        second.check(compiled, net, twin)
+        mine, theirs = (gradients(out, m) for out, m in zip(firsts, (net, twin), strict=True))
+        assert_same(mine, theirs)
+        second.check(compiled, net, twin)
+
+
+def test_an_average_swapped_in_and_out_between_forward_and_backward() -> None:
+    net, twin = make_net(), make_net()
+    compiled = compile_amp_fx(net, compiler="aot_eager")
+    for _ in range(2):
+        firsts = compiled(inputs()), autocast(twin, inputs())
+        kept = [p.detach().clone() for p in net.parameters()]
+        for model in (net, twin):
+            swapped_average(model)
+        EVAL.check(compiled, net, twin)
+        for model in (net, twin):
+            torch._foreach_copy_([p.data for p in model.parameters()], kept)
+        mine, theirs = (gradients(out, m) for out, m in zip(firsts, (net, twin), strict=True))
+        assert_same(mine, theirs)
+        TRAIN.check(compiled, net, twin)

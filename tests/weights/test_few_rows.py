@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -149,8 +149,9 @@ def test_exact_sums_have_the_bits_of_eager_autocast(
     model, x = nn.Sequential(layer, nn.ReLU()), integers(rows, depth, seed=columns).to(dtype)
     torch._dynamo.reset()
     weight_cache.clear()
+    options: dict[str, Any] = {"dtype": low}
     with threads(num_threads):
-        result = torch.compile(model, backend="amp_fx", options={"dtype": low})(x)
+        result = torch.compile(model, backend="amp_fx", options=options)(x)
         with torch.autocast("cpu", low):
             expected = model(x).to(dtype)
     assert bool(blocked()) == (0 < rows <= max_rows(low))
