@@ -205,7 +205,10 @@ def work_of(optimizer: Any) -> Work | None:
 
 
 def _are_supported(tensors: list[Tensor]) -> bool:
-    """Returns True if tensors are plain and dense, on one device and of one supported dtype."""
+    """Returns True if tensors are plain and dense, on one device and of one supported dtype.
+
+    AOTAutograd loses writes to float64 tensors without dimensions.
+    """
     first = next((tensor for tensor in tensors if tensor.numel()), None)
     return (
         first is not None
@@ -216,6 +219,7 @@ def _are_supported(tensors: list[Tensor]) -> bool:
             and tensor.dtype is first.dtype
             and tensor.device == first.device
             and type(tensor) in (Tensor, torch.nn.Parameter)  # no DTensor
+            and not (tensor.dtype is torch.float64 and tensor.dim() == 0)
             for tensor in tensors
         )
     )

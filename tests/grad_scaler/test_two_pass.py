@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Make = Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
-SHAPES = ((4, 3), (5,), (), (0, 2))
+SHAPES = ((4, 3), (5,), (1,), (0, 2))
 MAX_NORM = 0.5
 
 
@@ -84,7 +84,8 @@ def with_scaler(
     **given: Any,
 ) -> list[list[Tensor]]:
     """All numbers after each step; in two passes if anything is given to ``compile_step``."""
-    params = make_params(*SHAPES, dtype=dtype)
+    shapes = (*SHAPES, ()) if dtype is torch.float32 else SHAPES
+    params = make_params(*shapes, dtype=dtype)
     optimizer = make(params)
     scaler: Any = (amp_fx if given else torch.amp).GradScaler("cpu", growth_interval=2)
     step = scaler.compile_step(optimizer, max_norm=max_norm, **given) if given else None
@@ -225,8 +226,12 @@ def sparse_params() -> list[Tensor]:
 
 @pytest.mark.parametrize(
     ("make", "grad"),
-    [(low_params, torch.ones_like), (sparse_params, lambda p: torch.ones_like(p).to_sparse())],
-    ids=["low", "sparse"],
+    [
+        (low_params, torch.ones_like),
+        (sparse_params, lambda p: torch.ones_like(p).to_sparse()),
+        (lambda: make_params((), dtype=torch.float64), torch.ones_like),
+    ],
+    ids=["low", "sparse", "float64 without dimensions"],
 )
 def test_what_does_not_fit_runs_eagerly(make: Any, grad: Any, in_two_passes: list[None]) -> None:
     results = []
