@@ -12,7 +12,6 @@ which inductor's own ``numerics="strict"`` does the same.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +25,13 @@ from amp_fx.tables.generated import (
     SCALING,
     SEQUENCES,
 )
-from amp_fx.torch_private.ops import DispatchKey, OpOverload, returns_alias
+from amp_fx.torch_private.ops import OpOverload, returns_alias, without_decompositions
 from amp_fx.torch_private.pytree import tree_leaves
 from amp_fx.torch_private.tensors import suggest_memory_format
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    import contextlib
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import fx
 
@@ -85,27 +85,10 @@ _EARLY = """
 """Inexact ops that torch decomposes by Python kernels, before any table of decompositions."""
 
 
-@contextlib.contextmanager
-def without_early_decompositions() -> Iterator[None]:
-    """Context manager in which tracing leaves the ops in ``_EARLY`` to the decomposition table.
-
-    Relies on ``OpOverload.py_kernels``, which the dispatcher prefers while a graph is traced, and
-    on ``_dispatch_cache``.
-    """
+def without_early_decompositions() -> contextlib.AbstractContextManager[None]:
+    """Context in which tracing leaves the ops in ``_EARLY`` to the decomposition table."""
     packets = [getattr(_aten, name) for name in _EARLY.split()]
-    ops = [getattr(packet, name) for packet in packets for name in packet.overloads()]
-    removed = {op: {key: op.py_kernels.pop(key, None) for key in _EARLY_KEYS} for op in ops}
-    try:
-        for op in ops:
-            op._dispatch_cache.clear()
-        yield
-    finally:
-        for op, kernels in removed.items():
-            op.py_kernels.update({key: kernel for key, kernel in kernels.items() if kernel})
-            op._dispatch_cache.clear()
-
-
-_EARLY_KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+    return without_decompositions([getattr(p, name) for p in packets for name in p.overloads()])
 
 
 def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:

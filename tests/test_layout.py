@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1] / "amp_fx"
 
 ORDER = (
-    ("torch_private",),
-    ("errors", "dtypes", "csrc", "progress", "replaced", "reports", "second_call"),
+    ("torch_private", "replaced"),
+    ("errors", "dtypes", "csrc", "progress", "reports", "second_call"),
     ("devices",),
     ("tables",),
     ("policies",),

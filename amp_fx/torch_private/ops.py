@@ -8,8 +8,11 @@ import torch
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
+from amp_fx.replaced import replaced
+
 if TYPE_CHECKING:
     import contextlib
+    from collections.abc import Sequence
 
 __all__ = ("CustomOpDef", "HigherOrderOperator", "OpOverload", "OpOverloadPacket")
 
@@ -72,3 +75,17 @@ def is_impure(op: OpOverload) -> bool:
     from torch._library.utils import is_impure as is_impure_op
 
     return is_impure_op(op)
+
+
+def without_decompositions(ops: Sequence[OpOverload]) -> contextlib.AbstractContextManager[None]:
+    """Context in which tracing leaves ops to the decomposition table.
+
+    Relies on ``OpOverload.py_kernels``, decompositions that the dispatcher prefers while a graph is
+    traced, and on ``_dispatch_cache``, which contains what it found before.
+    """
+    keys = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
+    kernels = [{k: v for k, v in op.py_kernels.items() if k not in keys} for op in ops]
+    return replaced(
+        *((op, "py_kernels", others) for op, others in zip(ops, kernels, strict=True)),
+        *((op, "_dispatch_cache", {}) for op in ops),
+    )

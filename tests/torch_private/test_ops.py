@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_fx.torch_private import kernels, ops
 
@@ -122,3 +124,16 @@ def test_returns_alias_knows_views_and_in_place_ops() -> None:
     assert ops.returns_alias(aten.view.default)
     assert ops.returns_alias(aten.add_.Tensor)
     assert not ops.returns_alias(aten.add.Tensor)
+
+
+def test_a_decomposition_can_be_left_to_the_table() -> None:
+    def is_kept() -> bool:
+        with enable_python_dispatcher():
+            graph = make_fx(torch.nn.functional.hardshrink, tracing_mode="fake")(x).graph
+        return op in {node.target for node in graph.nodes}
+
+    op, x = aten.hardshrink.default, torch.ones(2, requires_grad=True)
+    assert not is_kept()
+    with ops.without_decompositions([op]):
+        assert is_kept()
+    assert not is_kept()
