@@ -147,6 +147,7 @@ def test_casts_are_kept_of_an_accelerator_that_is_not_there(
 
 
 @needs.FROZEN_GRAPHS
+@needs.PACKING
 @pytest.mark.parametrize("options", [{}, {"freezing": True}])
 def test_weights_stored_low_are_kept_only_where_that_was_asked_for(
     options: Mapping[str, Any],
