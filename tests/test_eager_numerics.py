@@ -22,6 +22,7 @@ from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.errors import OptionError
 from amp_fx.options import Options
 from amp_fx.passes.keep_eager_kernels import needs_kernel
+from tests import needs
 from tests.parity import oracle
 from tests.parity.cases import CASES
 from tests.parity.families import CASES as ALL
@@ -150,6 +151,7 @@ def test_steps_with_float16_and_a_scaler_have_the_bits_of_eager_code() -> None:
     assert all(torch.equal(*pair) for pair in pairs)
 
 
+@needs.PACKING
 def test_frozen_graphs_round_as_strict_native_ones() -> None:
     """An activation in oneDNN's kernel would be computed before the product is rounded."""
     torch.manual_seed(0)

@@ -235,6 +235,7 @@ def test_wide_products_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @INDUCTOR
+@needs.PACKING
 def test_frozen_epilogues_are_named() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).eval()
