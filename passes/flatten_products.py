@@ -24,19 +24,22 @@ from amp_fx.graphs.casts import evaluate
 from amp_fx.graphs.metadata import VALUE
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from torch import fx
 
 aten = torch.ops.aten
 
 
-def flatten_products(graph: fx.Graph) -> int:
+def flatten_products(graph: fx.Graph, batched: Collection[fx.Node] = ()) -> int:
     """Flattens products of a graph in place.
 
     Without gradients, ``torch.nn.functional.linear`` computes such a product for an input that is
     not contiguous (``should_fold`` in ``ATen/native/LinearAlgebra.cpp``), for example in
     ``torch.nn.MultiheadAttention`` with ``batch_first=True``. On the CPU, inductor copies the
-    expanded matrix once per batch element in every call, and does not pack the weight. The
-    flattened product has the same bits (``tests/passes/test_flatten_products.py``).
+    expanded matrix once per batch element in every call, and does not pack the weight. Where
+    oneDNN has kernels for bfloat16, the flattened product has the same bits
+    (``tests/passes/test_flatten_products.py``).
 
     Args:
         graph: A graph of AOTAutograd whose nodes have their values in ``meta["val"]``.
@@ -45,11 +48,19 @@ def flatten_products(graph: fx.Graph) -> int:
         The number of products that were flattened.
     """
     products = graph.find_nodes(op="call_function", target=aten.bmm.default)
-    flattened = [product for product in products if _flatten(graph, product)]
+    flattened = [p for p in products if _origin(p) not in batched and _flatten(graph, p)]
     if flattened:
         graph.eliminate_dead_code()
         graph.lint()
     return len(flattened)
+
+
+def _origin(product: fx.Node) -> fx.Node:
+    """Returns the node from which casts and views compute the matrix of a product."""
+    node = product.all_input_nodes[-1]
+    while len(node.all_input_nodes) == 1:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _flatten(graph: fx.Graph, product: fx.Node) -> bool:

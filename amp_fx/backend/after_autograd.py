@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_fx.devices.low_dtypes import has_product_kernels
 from amp_fx.devices.wide_products import units
 from amp_fx.dtypes import is_low
 from amp_fx.graphs import casts as casting
@@ -32,7 +33,7 @@ from amp_fx.torch_private.inductor_passes import CustomGraphPass, get_hash_for_f
 from amp_fx.weights import few_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from torch import fx
 
@@ -115,9 +116,22 @@ class AfterAutograd(CustomGraphPass):
         if self.following is not None:
             self.following(graph)
 
-    def flatten_products(self, graph: fx.Graph) -> None:
-        """Flattens products. Must run before weights are packed."""
-        record(+Counter(flattened_products=flatten_products(graph)))
+    def flatten_products(self, graph: fx.Graph, frozen: Iterable[int] = ()) -> None:
+        """Flattens products. Must run before weights are packed.
+
+        Where oneDNN has no kernels for bfloat16, a flattened product has other bits. Eager code
+        also flattens there if the weight requires gradients, because autocast's copy of the weight
+        then does (``should_fold`` in ``ATen/native/LinearAlgebra.cpp``).
+
+        Args:
+            graph: A graph of AOTAutograd. Its constants were packed: their products stay batched.
+            frozen: Positions of the weights that require no gradients.
+        """
+        batched: list[fx.Node] = []
+        if not self.widens_products and not has_product_kernels(torch.bfloat16):
+            inputs = graph.find_nodes(op="placeholder")
+            batched = [*(inputs[i] for i in frozen), *graph.find_nodes(op="get_attr")]
+        record(+Counter(flattened_products=flatten_products(graph, batched)))
 
     def widen_products(self, graph: fx.Graph) -> None:
         """Computes products in float32 if this CPU has no units for their dtype."""
@@ -130,9 +144,8 @@ class AfterAutograd(CustomGraphPass):
         The key contains the dtypes for which this CPU has units, because machines share caches.
         """
         files = (__file__, *_PASSES)
-        has_units = units() if self.widens_products else ()
-        chosen = (self.has_wide_grads, has_units, self.raises_casts, self.keeps_kernels)
-        own = (get_hash_for_files(files), *chosen)
+        chosen = (self.has_wide_grads, self.widens_products, self.raises_casts, self.keeps_kernels)
+        own = (get_hash_for_files(files), units(), *chosen)
         if self.following is None:
             return own
         theirs = self.following.uuid() if isinstance(self.following, CustomGraphPass) else None

@@ -35,6 +35,7 @@ def num_batched(gm: fx.GraphModule) -> int:
     return len(gm.graph.find_nodes(op="call_function", target=aten.bmm.default))
 
 
+@needs.PACKING
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.tuples(*[st.integers(1, 40)] * 4),
@@ -115,6 +116,22 @@ def test_attention_has_the_bits_of_eager_autocast(has_gradients: bool) -> None:
             expected = model(x)
             result = compiled(x)
     assert torch.equal(result, expected)
+
+
+@needs.CPP_COMPILER
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("is_trained", [False, True])
+@torch.no_grad()
+def test_transposed_inputs_have_the_bits_of_eager_autocast(is_trained: bool, bias: bool) -> None:
+    """Eager code flattens if the weight requires gradients; without oneDNN's kernels, bits tell."""
+    layer = torch.nn.Linear(12, 15, bias=bias).requires_grad_(is_trained)
+    compiled = torch.compile(layer, backend="amp_fx", options={"numerics": "eager"})
+    for seed in range(60):
+        torch.manual_seed(seed)
+        layer.weight.copy_(torch.randn(15, 12))
+        x = torch.randn(25, 12, 18).transpose(1, 2)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(compiled(x), layer(x))
 
 
 @needs.CPP_COMPILER
