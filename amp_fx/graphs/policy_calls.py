@@ -31,7 +31,7 @@ from amp_fx.policies.calls import CAST, qualified_name
 from amp_fx.policies.float8 import run_float8, weight_of, why_not_float8
 from amp_fx.policies.policy import preset
 from amp_fx.regions.module_stack import CompileFrame, current_stack, is_linear_end
-from amp_fx.regions.policy_numbers import policy_of
+from amp_fx.regions.policy_numbers import interned, number_of, policy_of
 from amp_fx.regions.state import AutocastState, no_autocast
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.registered import REGISTERED
@@ -187,6 +187,21 @@ _calls: weakref.WeakKeyDictionary[Policy, dict[object, _Native | _Rewritten]] = 
 """Runners of calls by policy. They refer to policies by number, not by reference."""
 _MAX_CALLS = 10_000
 
+_bases: weakref.WeakKeyDictionary[Policy, Policy] = weakref.WeakKeyDictionary()
+
+
+def _base_of(policy: Policy) -> Policy:
+    """Returns the policy without overrides for modules, which a runner's key contains.
+
+    Policies that differ in these overrides, such as those that ``amp_fx.search`` tries, share the
+    runners of other calls. With rules, a key contains no overrides.
+    """
+    if policy.rules or not policy.modules:
+        return policy
+    if policy not in _bases:
+        _bases[policy] = interned(dataclasses.replace(policy, modules=()))
+    return _bases[policy]
+
 
 def _decided_call(
     number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -197,7 +212,7 @@ def _decided_call(
     node, tensors = _as_node(func, args, kwargs)
     if any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.size()):
         return _decompose_call(node, tensors, site, number, stack)  # symbols belong to one graph
-    calls = _calls.setdefault(policy, {})
+    calls = _calls.setdefault(_base_of(policy), {})
     stack_key = policy.resolver.stack_key(stack)
     key = call_key(node, node.all_input_nodes), site, stack_key, len(REGISTERED)
     if key not in calls:
@@ -247,7 +262,7 @@ def _decompose_call(
     for op in custom.graph.nodes:
         op.meta.clear()  # frees the fake values
     float8 = {d.op: d for d in custom.decisions if d.policy is CastPolicy.FLOAT8}
-    return _Rewritten(custom.graph, float8, number, result_type)
+    return _Rewritten(custom.graph, float8, number_of(_base_of(policy)), result_type)
 
 
 def _result_type(

@@ -143,7 +143,7 @@ class Resolver:
         """Returns a key that is equal for two module stacks with equal decisions for all calls."""
         if self._rules:
             return stack
-        return self.module_overrides(stack) if self._modules else None
+        return self.module_overrides(stack) if self._modules else ()
 
     def decide(self, call: Call, device_type: str, stack: ModuleStack) -> Decision | None:
         """Returns the decision for a call, or None if the policy has no entry for its op."""

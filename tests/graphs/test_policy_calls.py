@@ -169,6 +169,39 @@ def test_equal_calls_are_traced_once(
         (other @ weight).sum()
 
 
+@pytest.mark.parametrize("has_rule", [False, True])
+def test_policies_share_the_calls_on_which_they_agree(
+    has_rule: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a rule, a call is decided by the policy that it runs under."""
+    base = LOW_SUM.with_rule(_everything_as_it_is) if has_rule else LOW_SUM
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    traced: list[Any] = []
+    decompose = policy_calls._decompose_call
+    monkeypatch.setattr(
+        policy_calls, "_decompose_call", lambda *a: (traced.append(a), decompose(*a))[1]
+    )
+
+    def dtypes(policy: Policy) -> tuple[torch.dtype, ...]:
+        found = []
+        hooks = [m.register_forward_hook(lambda *a: found.append(a[2].dtype)) for m in model]
+        with amp_fx.autocast("cpu", bf16, policy=policy):
+            model(torch.ones(4, 8)).sum()
+        for hook in hooks:
+            hook.remove()
+        return tuple(found)
+
+    assert dtypes(base) == (bf16, bf16)
+    traced.clear()
+    assert dtypes(base.with_modules({"0": "fp32"})) == (f32, bf16)
+    assert dtypes(base.with_modules({"1": {"linear": "fp32"}})) == (bf16, f32)
+    assert has_rule or len(traced) <= 4, "the wide layers, and what reads their results"
+
+
+def _everything_as_it_is(*_: Any) -> None:
+    """A rule that leaves each call to the rest of the policy."""
+
+
 def test_a_call_under_another_state_is_another_call(args: tuple[torch.Tensor, ...]) -> None:
     x = args[0]
     with amp_fx.autocast("cpu", bf16, policy=LOW_SUM):
