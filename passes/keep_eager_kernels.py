@@ -57,15 +57,9 @@ def keep_eager_kernels(graph: fx.Graph) -> int:
 
 @functools.cache
 def _register_fallback(op: Any) -> None:
-    """Registers a lowering that calls an op's kernel, if inductor only decomposes the op.
+    from amp_fx.torch_private.inductor import fall_back_where
 
-    Relies on ``make_fallback`` of ``torch._inductor.lowering``.
-    """
-    from amp_fx.torch_private.inductor import constrain_to_fx_strides, lowerings, make_fallback
-
-    if op not in lowerings:
-        make: Any = make_fallback
-        make(op, constrain_to_fx_strides, warn=False, override_decomp=True)
+    fall_back_where(FALLBACK, op)
 
 
 def exact_decompositions(decompositions: Mapping[Any, Callable[..., Any]]) -> dict[Any, Any]:

@@ -204,6 +204,22 @@ def test_what_adds_into_a_tensor_writes_no_memory_of_another() -> None:
     assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
 
 
+@torch.no_grad()
+def test_kernels_get_the_strides_of_eager_code() -> None:
+    """Kernels compute numbers with gaps between them one by one, and contiguous ones in vectors."""
+    weight = torch.randn(24, 32)
+
+    def forward(x: torch.Tensor, rows: torch.Tensor) -> Any:
+        gaps, repeated = (x * 2)[..., ::2], (x[:, :1] * 2).expand(64, 96)
+        ops = (torch.norm, functional.gelu, functional.silu, lambda x: x.norm(dim=1))
+        return *[op(value) for op in ops for value in (gaps, repeated)], rows.mT @ weight.t()
+
+    inputs = torch.linspace(-3, 3, 64 * 96).view(64, 96), torch.randn(3, 4, 32, 5)
+    with torch.autocast("cpu", torch.float16):
+        actual, expected = compiled(forward)(*inputs), forward(*inputs)
+    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+
+
 @pytest.mark.parametrize(
     "given", [{"weight_grads": "float32"}, {"range_guard": True}, {"fold_batch_norm": True}]
 )
