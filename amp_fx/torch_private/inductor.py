@@ -88,7 +88,8 @@ def fall_back_where(mark: str, op: Any) -> None:
         if mark not in node.meta:
             return constrain_others(node, *args, **kwargs) if constrain_others else (args, kwargs)
         values = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
-        return constrain_to_fake_tensors(args, kwargs, *values)
+        exactly: Any = constrain_to_fake_tensors
+        return exactly(args, kwargs, *values)
 
     if op not in lowerings:
         make: Any = make_fallback
