@@ -255,6 +255,35 @@ def test_gradients_of_other_strides_than_their_inputs() -> None:
     assert all(map(torch.equal, gradients(compiled(forward)), gradients(forward)))
 
 
+def test_results_of_other_strides_than_their_inputs() -> None:
+    norm = nn.BatchNorm2d(8).eval()
+    ops: tuple[Callable[..., Any], ...] = (
+        *(norm, functional.logsigmoid, functional.glu, functional.leaky_relu),
+        lambda x: functional.batch_norm(x, None, None, training=True),
+        lambda x: functional.layer_norm(x, (6,)),
+        lambda x: functional.threshold(x, 0.1, 0.2),
+        lambda x: functional.mse_loss(x, x.detach() * 2, reduction="none"),
+        lambda x: functional.huber_loss(x, x.detach() * 2, reduction="none"),
+        lambda x: torch.xlogy(x, x.detach().abs().mT.contiguous().mT),
+    )
+
+    def run(program: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.clone().requires_grad_()
+        values = program(x)
+        return [*values, *torch.autograd.grad(sum(y.square().sum() for y in values), [x])]
+
+    def forward(x: torch.Tensor) -> list[torch.Tensor]:
+        return [op(x * 1.0) * 1.0 for op in ops]
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, 5, 6)
+    strided = x.contiguous(memory_format=torch.channels_last), x.transpose(0, 2).clone()
+    for value in strided[0], strided[1].transpose(0, 2):
+        with torch.no_grad():
+            assert all(map(torch.equal, compiled(forward)(value), forward(value)))
+        assert all(map(torch.equal, run(compiled(forward), value), run(forward, value)))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_a_batch_norm_whose_gradient_is_transposed(dtype: torch.dtype) -> None:
     """Its gradient lies as its input does, which torch's fake kernel does not know."""
