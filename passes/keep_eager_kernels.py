@@ -26,7 +26,7 @@ from amp_fx.tables.generated import (
     SEQUENCES,
 )
 from amp_fx.torch_private.ops import OpOverload, returns_alias, without_decompositions
-from amp_fx.torch_private.pytree import tree_leaves
+from amp_fx.torch_private.pytree import tree_leaves, tree_map
 from amp_fx.torch_private.tensors import suggest_memory_format
 
 if TYPE_CHECKING:
@@ -57,15 +57,9 @@ def keep_eager_kernels(graph: fx.Graph) -> int:
 
 @functools.cache
 def _register_fallback(op: Any) -> None:
-    """Registers a lowering that calls an op's kernel, if inductor only decomposes the op.
+    from amp_fx.torch_private.inductor import fall_back_where
 
-    Relies on ``make_fallback`` of ``torch._inductor.lowering``.
-    """
-    from amp_fx.torch_private.inductor import constrain_to_fx_strides, lowerings, make_fallback
-
-    if op not in lowerings:
-        make: Any = make_fallback
-        make(op, constrain_to_fx_strides, warn=False, override_decomp=True)
+    fall_back_where(FALLBACK, op)
 
 
 def exact_decompositions(decompositions: Mapping[Any, Callable[..., Any]]) -> dict[Any, Any]:
@@ -102,7 +96,7 @@ def _decompose_unless_needed(op: Any, decompose: Callable[..., Any]) -> Callable
         if not needs_kernel(op, leaves):
             return decompose(*args, **kwargs)
         is_mixed = len({x.dtype for x in leaves if _is_float(x)}) > 1
-        replacement = NORMS.get(op) if is_mixed else GRADIENTS.get(op)
+        replacement = NORMS.get(op) if is_mixed else RESTRIDED.get(op)
         return NotImplemented if replacement is None else replacement(*args, **kwargs)
 
     return maybe_decompose
@@ -116,10 +110,11 @@ def _norm_of_mixed_dtypes(op: Any) -> Any:
     """
 
     def fake(*args: Any, **kwargs: Any) -> Any:
-        first, *others = op(*args, **kwargs)
+        first, *others = without_mixture(*args, **kwargs)
         first = None if first is None else first.to(args[0].dtype)
         return first, *(None if value is None else value.float() for value in others)
 
+    without_mixture = _FAKES.get(op, op)
     return _wrap_op(op, fake)
 
 
@@ -129,17 +124,44 @@ def _fake_elementwise_gradient(*args: Any) -> torch.Tensor:
     return grad * other
 
 
+def _fake_reversed_gradient(*args: Any) -> torch.Tensor:
+    """The same for kernels that read the gradient last."""
+    grad, other = (value for value in args if isinstance(value, torch.Tensor))
+    return other * grad
+
+
+def _fake_batch_norm(op: Any) -> Callable[..., Any]:
+    """Returns a fake kernel of a batch norm, with the memory format of the input."""
+
+    def fake(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        first, *others = op(*args, **kwargs)
+        return first.contiguous(memory_format=suggest_memory_format(args[0])), *others
+
+    return fake
+
+
+def _fake_contiguous(op: Any) -> Callable[..., Any]:
+    """Returns a fake kernel with contiguous results."""
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        results = op(*args, **kwargs)
+        return tree_map(lambda value: None if value is None else value.contiguous(), results)
+
+    return fake
+
+
 def _fake_batch_norm_gradients(*args: Any) -> tuple[torch.Tensor, ...]:
     """Fake kernel of a batch norm's gradients, with the memory format of the input."""
     grad, *others = _aten.native_batch_norm_backward.default(*args)
     return grad.contiguous(memory_format=suggest_memory_format(args[1])), *others
 
 
-def _wrap_op(op: Any, fake: Callable[..., Any]) -> Any:
+def _wrap_op(op: Any, fake: Callable[..., Any], suffix: str = "") -> Any:
     """Registers an op of amp_fx that calls an op of ATen but has another fake kernel."""
     schema = str(op._schema).removeprefix("aten::").replace(f".{op._overloadname}(", "(")
-    name = schema.partition("(")[0]
-    _library.define(schema)
+    name, parenthesis, rest = schema.partition("(")
+    name += suffix
+    _library.define(name + parenthesis + rest)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
@@ -151,34 +173,56 @@ def _wrap_op(op: Any, fake: Callable[..., Any]) -> Any:
 
 _library: Any = torch.library.Library("amp_fx", "FRAGMENT")  # type: ignore[no-untyped-call]
 _aten = torch.ops.aten
+_batch_norm_backward = _aten.native_batch_norm_backward.default
+_BATCH_NORMS = (
+    _aten._native_batch_norm_legit.no_stats,
+    _aten._native_batch_norm_legit_functional.default,
+    _aten._native_batch_norm_legit_no_training.default,
+)
+_FAKES: dict[Any, Callable[..., Any]] = {
+    **{op: _fake_batch_norm(op) for op in _BATCH_NORMS},
+    _batch_norm_backward: _fake_batch_norm_gradients,
+    **dict.fromkeys(
+        (
+            _aten.elu_backward.default,
+            _aten.hardsigmoid_backward.default,
+            _aten.hardswish_backward.default,
+            _aten.hardtanh_backward.default,
+            _aten.logit_backward.default,
+            _aten.softplus_backward.default,
+            _aten.xlogy.Tensor,
+        ),
+        _fake_elementwise_gradient,
+    ),
+    _aten.leaky_relu_backward.default: _fake_reversed_gradient,
+    _aten.threshold_backward.default: _fake_reversed_gradient,
+    **{
+        op: _fake_contiguous(op)
+        for op in (
+            _aten.glu_backward.default,
+            _aten.huber_loss_backward.default,
+            _aten.log_sigmoid_forward.default,
+            _aten.mse_loss_backward.default,
+            _aten.native_layer_norm_backward.default,
+        )
+    },
+}
 NORMS = {
     op: _norm_of_mixed_dtypes(op)
     for op in (
+        *_BATCH_NORMS,
         _aten.native_layer_norm.default,
         _aten.native_group_norm.default,
         _aten.native_group_norm_backward.default,
-        _aten._native_batch_norm_legit.no_stats,
-        _aten._native_batch_norm_legit_functional.default,
-        _aten._native_batch_norm_legit_no_training.default,
     )
 }
 """Replacements of ATen's normalizations for a low input with float32 weights."""
 
-GRADIENTS = {
-    op: _wrap_op(op, _fake_elementwise_gradient)
-    for op in (
-        _aten.elu_backward.default,
-        _aten.hardsigmoid_backward.default,
-        _aten.hardswish_backward.default,
-        _aten.hardtanh_backward.default,
-        _aten.logit_backward.default,
-        _aten.softplus_backward.default,
-    )
+RESTRIDED = {
+    op: _wrap_op(op, fake, "_restrided" if op in NORMS else "") for op, fake in _FAKES.items()
 }
-_batch_norm_backward = _aten.native_batch_norm_backward.default
-GRADIENTS[_batch_norm_backward] = _wrap_op(_batch_norm_backward, _fake_batch_norm_gradients)
-NORMS[_batch_norm_backward] = GRADIENTS[_batch_norm_backward]
 """Replacements of ops whose fake kernels in torch return other strides than their real kernels."""
+NORMS[_batch_norm_backward] = RESTRIDED[_batch_norm_backward]
 
 _index_put = _wrap_op(_aten.index_put.default, _aten.index_put.default)
 _REPLACEMENTS = dict.fromkeys(

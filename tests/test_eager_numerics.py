@@ -204,6 +204,22 @@ def test_what_adds_into_a_tensor_writes_no_memory_of_another() -> None:
     assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
 
 
+@torch.no_grad()
+def test_kernels_get_the_strides_of_eager_code() -> None:
+    """Kernels compute numbers with gaps between them one by one, and contiguous ones in vectors."""
+    weight = torch.randn(24, 32)
+
+    def forward(x: torch.Tensor, rows: torch.Tensor) -> Any:
+        gaps, repeated = (x * 2)[..., ::2], (x[:, :1] * 2).expand(64, 96)
+        ops = (torch.norm, functional.gelu, functional.silu, lambda x: x.norm(dim=1))
+        return *[op(value) for op in ops for value in (gaps, repeated)], rows.mT @ weight.t()
+
+    inputs = torch.linspace(-3, 3, 64 * 96).view(64, 96), torch.randn(3, 4, 32, 5)
+    with torch.autocast("cpu", torch.float16):
+        actual, expected = compiled(forward)(*inputs), forward(*inputs)
+    assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
+
+
 @pytest.mark.parametrize(
     "given", [{"weight_grads": "float32"}, {"range_guard": True}, {"fold_batch_norm": True}]
 )
@@ -237,6 +253,35 @@ def test_gradients_of_other_strides_than_their_inputs() -> None:
         return torch.autograd.grad(outputs, inputs, [torch.randn(y.shape) for y in outputs])
 
     assert all(map(torch.equal, gradients(compiled(forward)), gradients(forward)))
+
+
+def test_results_of_other_strides_than_their_inputs() -> None:
+    norm = nn.BatchNorm2d(8).eval()
+    ops: tuple[Callable[..., Any], ...] = (
+        *(norm, functional.logsigmoid, functional.glu, functional.leaky_relu),
+        lambda x: functional.batch_norm(x, None, None, training=True),
+        lambda x: functional.layer_norm(x, (6,)),
+        lambda x: functional.threshold(x, 0.1, 0.2),
+        lambda x: functional.mse_loss(x, x.detach() * 2, reduction="none"),
+        lambda x: functional.huber_loss(x, x.detach() * 2, reduction="none"),
+        lambda x: torch.xlogy(x, x.detach().abs().mT.contiguous().mT),
+    )
+
+    def run(program: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.clone().requires_grad_()
+        values = program(x)
+        return [*values, *torch.autograd.grad(sum(y.square().sum() for y in values), [x])]
+
+    def forward(x: torch.Tensor) -> list[torch.Tensor]:
+        return [op(x * 1.0) * 1.0 for op in ops]
+
+    torch.manual_seed(0)
+    x = torch.randn(4, 8, 5, 6)
+    strided = x.contiguous(memory_format=torch.channels_last), x.transpose(0, 2).clone()
+    for value in strided[0], strided[1].transpose(0, 2):
+        with torch.no_grad():
+            assert all(map(torch.equal, compiled(forward)(value), forward(value)))
+        assert all(map(torch.equal, run(compiled(forward), value), run(forward, value)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

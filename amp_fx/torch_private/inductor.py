@@ -22,10 +22,12 @@ from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.graph import GraphLowering
 from torch._inductor.kernel.bmm import tuned_bmm
 from torch._inductor.lowering import (
-    constrain_to_fx_strides,
+    add_layout_constraint,
+    constrain_to_fake_tensors,
     lowerings,
     make_fallback,
     make_pointwise,
+    maybe_layout_constraints,
     register_lowering,
 )
 from torch._inductor.pattern_matcher import PatternMatcherPass
@@ -49,9 +51,9 @@ __all__ = (
     "SchedulerNode",
     "aoti_compile_and_package",
     "compile_fx_module",
-    "constrain_to_fx_strides",
     "decompositions",
     "enter_freezing",
+    "fall_back_where",
     "freezing",
     "freezing_passes",
     "freezing_patterns",
@@ -59,7 +61,6 @@ __all__ = (
     "has_triton",
     "is_frozen_param",
     "lowerings",
-    "make_fallback",
     "make_pointwise",
     "ops",
     "packing_for_onednn",
@@ -70,6 +71,30 @@ __all__ = (
     "tuned_bmm",
     "view_to_reshape",
 )
+
+
+def fall_back_where(mark: str, op: Any) -> None:
+    """Prepares inductor for nodes that call an op's kernel because ``node.meta`` has a key.
+
+    Kernels sum in an order that depends on the strides of their inputs. So inputs of such nodes get
+    the strides of their values in the graph, and an op that inductor only decomposes gets a
+    lowering that calls its kernel.
+
+    Relies on ``maybe_layout_constraints``.
+    """
+    constrain_others = maybe_layout_constraints(op)
+
+    def constrain(node: torch.fx.Node, *args: Any, **kwargs: Any) -> Any:
+        if mark not in node.meta:
+            return constrain_others(node, *args, **kwargs) if constrain_others else (args, kwargs)
+        values = torch.fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+        exactly: Any = constrain_to_fake_tensors
+        return exactly(args, kwargs, *values)
+
+    if op not in lowerings:
+        make: Any = make_fallback
+        make(op, warn=False, override_decomp=True)
+    add_layout_constraint(op, constrain)
 
 
 def packing_for_onednn() -> AbstractContextManager[None]:

@@ -358,7 +358,7 @@ def test_decompositions_and_lowerings_are_tables_by_op() -> None:
     assert aten.gelu.default in inductor.select_decomp_table()
     assert aten.gelu.default in inductor.decompositions
     assert aten.mm.default in inductor.lowerings
-    for name in ("constrain_to_fx_strides", "make_fallback", "make_pointwise", "register_lowering"):
+    for name in ("fall_back_where", "make_pointwise", "register_lowering"):
         assert callable(getattr(inductor, name))
     assert callable(inductor.tuned_bmm)
     assert hasattr(inductor.ops, "to_dtype")
