@@ -178,9 +178,12 @@ def test_policies_share_the_calls_on_which_they_agree(
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     traced: list[Any] = []
     decompose = policy_calls._decompose_call
-    monkeypatch.setattr(
-        policy_calls, "_decompose_call", lambda *a: (traced.append(a), decompose(*a))[1]
-    )
+
+    def counted(*args: Any) -> Any:
+        traced.append(args)
+        return decompose(*args)
+
+    monkeypatch.setattr(policy_calls, "_decompose_call", counted)
 
     def dtypes(policy: Policy) -> tuple[torch.dtype, ...]:
         found = []
