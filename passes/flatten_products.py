@@ -43,7 +43,7 @@ def flatten_products(graph: fx.Graph, batched: Collection[fx.Node] = ()) -> int:
 
     Args:
         graph: A graph of AOTAutograd whose nodes have their values in ``meta["val"]``.
-        batched: Nodes whose products stay batched.
+        batched: Weights and constants whose products stay batched.
 
     Returns:
         The number of products that were flattened.

@@ -45,21 +45,16 @@ def keep_eager_kernels(graph: fx.Graph) -> int:
     Args:
         graph: A graph of AOTAutograd whose nodes have their values in ``meta["val"]``.
     """
+    from amp_fx.torch_private.inductor import fall_back_where
+
     num_marked = 0
     for node in graph.nodes:
         if _is_original_op(node) and needs_kernel(node.target, _arguments(node)):
             node.target = _REPLACEMENTS.get(node.target, node.target)
             node.meta[FALLBACK] = True
-            _register_fallback(node.target)
+            fall_back_where(FALLBACK, node.target)
             num_marked += 1
     return num_marked
-
-
-@functools.cache
-def _register_fallback(op: Any) -> None:
-    from amp_fx.torch_private.inductor import fall_back_where
-
-    fall_back_where(FALLBACK, op)
 
 
 def exact_decompositions(decompositions: Mapping[Any, Callable[..., Any]]) -> dict[Any, Any]:
@@ -130,12 +125,17 @@ def _fake_reversed_gradient(*args: Any) -> torch.Tensor:
     return other * grad
 
 
-def _fake_batch_norm(op: Any) -> Callable[..., Any]:
-    """Returns a fake kernel of a batch norm, with the memory format of the input."""
+def _fake_batch_norm(op: Any, position: int) -> Callable[..., Any]:
+    """Returns a fake kernel whose first result has the memory format of the batch norm's input.
+
+    Args:
+        op: A batch norm or its gradient.
+        position: The position of the input among the arguments.
+    """
 
     def fake(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         first, *others = op(*args, **kwargs)
-        return first.contiguous(memory_format=suggest_memory_format(args[0])), *others
+        return first.contiguous(memory_format=suggest_memory_format(args[position])), *others
 
     return fake
 
@@ -148,12 +148,6 @@ def _fake_contiguous(op: Any) -> Callable[..., Any]:
         return tree_map(lambda value: None if value is None else value.contiguous(), results)
 
     return fake
-
-
-def _fake_batch_norm_gradients(*args: Any) -> tuple[torch.Tensor, ...]:
-    """Fake kernel of a batch norm's gradients, with the memory format of the input."""
-    grad, *others = _aten.native_batch_norm_backward.default(*args)
-    return grad.contiguous(memory_format=suggest_memory_format(args[1])), *others
 
 
 def _wrap_op(op: Any, fake: Callable[..., Any], suffix: str = "") -> Any:
@@ -180,8 +174,8 @@ _BATCH_NORMS = (
     _aten._native_batch_norm_legit_no_training.default,
 )
 _FAKES: dict[Any, Callable[..., Any]] = {
-    **{op: _fake_batch_norm(op) for op in _BATCH_NORMS},
-    _batch_norm_backward: _fake_batch_norm_gradients,
+    **{op: _fake_batch_norm(op, 0) for op in _BATCH_NORMS},
+    _batch_norm_backward: _fake_batch_norm(_batch_norm_backward, 1),
     **dict.fromkeys(
         (
             _aten.elu_backward.default,

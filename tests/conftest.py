@@ -28,7 +28,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     # From loggers that do not propagate, pytest collects records by handlers of its own. If this
-    # one has a handler, torch writes down each graph that it compiles: a fifth of the time.
+    # one has a handler, torch writes down each graph that it compiles: a tenth of the time.
     logging.getLogger("torch.__trace").propagate = True
     if "torch._dynamo" in sys.modules:
         # Dynamo times its guards behind a flush of the CPU's caches: 28 ms of every capture.

@@ -31,7 +31,7 @@ from amp_fx.policies.calls import CAST, qualified_name
 from amp_fx.policies.float8 import run_float8, weight_of, why_not_float8
 from amp_fx.policies.policy import preset
 from amp_fx.regions.module_stack import CompileFrame, current_stack, is_linear_end
-from amp_fx.regions.policy_numbers import interned, number_of, policy_of
+from amp_fx.regions.policy_numbers import interned, policy_of
 from amp_fx.regions.state import AutocastState, no_autocast
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.registered import REGISTERED
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from amp_fx.policies.calls import Call
     from amp_fx.policies.changes import ModuleStack
     from amp_fx.policies.policy import Policy
+    from amp_fx.tables.float8 import Float8
 
 
 class _ThreadState(threading.local):
@@ -123,7 +124,7 @@ class _Rewritten:
     graph: fx.Graph
     float8: dict[str, OpDecision]
     """Decisions on products that run in float8, by op."""
-    number: int
+    settings: Float8
     result_type: type
     """Class of the result: ``torch.topk`` returns a named tuple, for example."""
 
@@ -158,13 +159,12 @@ class _Rewritten:
         is_end_layer = decision.origin == "table" and weight is not None and is_linear_end(weight)
         if weight is None or is_end_layer:
             return lowered[0](*lowered[1], **lowered[2])
-        settings = policy_of(self.number).float8
         low_dtype = torch.get_autocast_dtype(decision.device_type)
-        if why_not_float8(lowered, weight, low_dtype, settings, has_rows_of_outputs=has_rows):
+        if why_not_float8(lowered, weight, low_dtype, self.settings, has_rows_of_outputs=has_rows):
             return lowered[0](*lowered[1], **lowered[2])
         if weight.device.type == "cpu":
             warn_of_slowness()
-        return run_float8(lowered, weight, settings, has_rows_of_outputs=has_rows)
+        return run_float8(lowered, weight, self.settings, has_rows_of_outputs=has_rows)
 
 
 def _name_of(target: object) -> str:
@@ -184,7 +184,7 @@ def _decided() -> Iterator[None]:
 _calls: weakref.WeakKeyDictionary[Policy, dict[object, _Native | _Rewritten]] = (
     weakref.WeakKeyDictionary()
 )
-"""Runners of calls by policy. They refer to policies by number, not by reference."""
+"""Runners of calls by policy. They do not refer to the policy."""
 _MAX_CALLS = 10_000
 
 _bases: weakref.WeakKeyDictionary[Policy, Policy] = weakref.WeakKeyDictionary()
@@ -262,7 +262,7 @@ def _decompose_call(
     for op in custom.graph.nodes:
         op.meta.clear()  # frees the fake values
     float8 = {d.op: d for d in custom.decisions if d.policy is CastPolicy.FLOAT8}
-    return _Rewritten(custom.graph, float8, number_of(_base_of(policy)), result_type)
+    return _Rewritten(custom.graph, float8, policy.float8, result_type)
 
 
 def _result_type(

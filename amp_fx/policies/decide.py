@@ -140,7 +140,10 @@ class Resolver:
         return bool(self._modules or self._rules)
 
     def stack_key(self, stack: ModuleStack) -> object:
-        """Returns a key that is equal for two module stacks with equal decisions for all calls."""
+        """Returns a key that is equal for two module stacks with equal decisions for all calls.
+
+        The key also holds for another policy without rules that differs in its modules alone.
+        """
         if self._rules:
             return stack
         return self.module_overrides(stack) if self._modules else ()

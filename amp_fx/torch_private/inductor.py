@@ -73,6 +73,7 @@ __all__ = (
 )
 
 
+@functools.cache
 def fall_back_where(mark: str, op: Any) -> None:
     """Prepares inductor for nodes that call an op's kernel because ``node.meta`` has a key.
 
