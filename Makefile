@@ -37,7 +37,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-# The tests that take more than a minute each.
+# The tests that `make test` has no time for.
 slow: $(READY)
 	$(BIN)/python -m pytest -m slow $(ARGS)
 

@@ -79,6 +79,7 @@ def run_pages(folder: Path, pages: list[Path], *options: str) -> None:
 WITH_INDUCTOR = [ROOT / "README.md", ROOT / "docs" / "guide" / "numerics.md"]
 
 
+@pytest.mark.slow
 def test_each_snippet_that_is_about_inductor_runs_alone(tmp_path: Path) -> None:
     run_pages(tmp_path, WITH_INDUCTOR, "--inductor")
 
@@ -233,6 +234,7 @@ def test_troubleshooting_finds_a_message_by_its_words() -> None:
     assert [said for said in met if not any(re.search(p, said) for p in patterns if p)] == []
 
 
+@pytest.mark.slow
 def test_examples_hold_what_they_assert(tmp_path: Path) -> None:
     programs = []
     for name, arguments in EXAMPLES.items():

@@ -28,9 +28,6 @@ can_run = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(M
 
 each = pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 
-FAST = ("01_quickstart",)
-"""Those that `make test` runs; `make slow` runs the others."""
-
 # A path from the root of a disk; not what stands in tags and addresses of the web.
 ABSOLUTE = re.compile(r"""(?:^|[\s"'(=])(?:(?:/[\w.~-]+){2,}|[A-Za-z]:\\\\?\w)""", re.MULTILINE)
 
@@ -58,14 +55,9 @@ def test_there_are_notebooks() -> None:
     assert [path.name[:3] for path in NOTEBOOKS] == [f"0{n}_" for n in range(1, 7)]
 
 
+@pytest.mark.slow
 @can_run
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, id=path.stem, marks=[] if path.stem in FAST else pytest.mark.slow)
-        for path in NOTEBOOKS
-    ],
-)
+@each
 def test_it_runs_and_shows_what_is_committed(path: Path) -> None:
     done = run("--check", path.stem)
     assert done.returncode == 0, done.stdout + done.stderr

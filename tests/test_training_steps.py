@@ -220,6 +220,7 @@ def test_a_hundred_steps(name: str, compiler: str, mode: str) -> None:
     check(name, mode, 100, compiler=compiler)
 
 
+@pytest.mark.slow
 @CPP_COMPILER
 def test_inductor() -> None:
     check("plain", "inside", 3, compiler="inductor", numerics="eager")

@@ -53,7 +53,8 @@ return Math.min(...[...document.querySelectorAll('#picture .node[id^=box] text')
 """
 
 
-@pytest.mark.parametrize("has_dot", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("has_dot", [False, True])
 def test_clicks_unfold_a_model_down_to_ops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_dot: bool
 ) -> None:

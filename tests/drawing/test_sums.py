@@ -69,7 +69,7 @@ MODELS = {
 }
 
 
-FAST = ("gpt2", "convnext")
+FAST = ("convnext",)
 """Those that `make test` explains; `make slow` explains the others."""
 
 

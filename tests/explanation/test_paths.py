@@ -99,7 +99,7 @@ def ops(program: Callable[..., Any], policy: Policy | None = None) -> list[NodeR
 @pytest.mark.parametrize("way", WAYS)
 @given(net=NETS)
 @example(net=Net({"a[0]": nn.Linear(2, 2), "it's": Net({"fn": nn.Linear(2, 2)})}))
-@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 def test_every_printed_path_is_a_pattern_for_its_node(
     way: Callable[[nn.Module], Callable[..., Any]], net: nn.Module
 ) -> None:

@@ -77,6 +77,7 @@ def test_files_are_loaded_by_torch_alone(packaged: tuple[Path, Path, Tensor]) ->
         torch.testing.assert_close(found, expected.float(), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.slow
 def test_the_program_in_cpp_gives_the_numbers(
     packaged: tuple[Path, Path, Tensor], tmp_path: Path
 ) -> None:

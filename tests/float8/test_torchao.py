@@ -137,7 +137,8 @@ def test_training_an_mlp(recipe: str, compiler: str) -> None:
     check(mlp(), recipe, compiler, lambda: torch.randn(32, 32))
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", *slow("eager"), *INDUCTOR])
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", *INDUCTOR])
 def test_training_a_llama(recipe: str, compiler: str) -> None:
     torch.manual_seed(0)
     check(_llama(), recipe, compiler, lambda: torch.randint(64, (2, 16)), lambda y: y.logits)

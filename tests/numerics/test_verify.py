@@ -221,6 +221,7 @@ def test_a_wrong_backward_is_found() -> None:
     assert (report.first.stage, report.first.op) == ("backward", "neg")
 
 
+@pytest.mark.slow
 @INDUCTOR
 def test_wide_products_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wide_products, "has_product_kernels", lambda _: False)
@@ -308,7 +309,9 @@ def test_a_needed_pass_is_told_from_dynamo(
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's, at a graph break
-@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=INDUCTOR)])
+@pytest.mark.parametrize(
+    "compiler", ["eager", pytest.param("inductor", marks=[INDUCTOR, pytest.mark.slow])]
+)
 def test_equal_programs_are_said_to_be_equal(compiler: str) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:

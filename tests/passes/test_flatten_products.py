@@ -134,6 +134,7 @@ def test_transposed_inputs_have_the_bits_of_eager_autocast(is_trained: bool, bia
             assert torch.equal(compiled(x), layer(x))
 
 
+@pytest.mark.slow
 @needs.CPP_COMPILER
 @torch.no_grad()
 def test_dynamic_sizes() -> None:

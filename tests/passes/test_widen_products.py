@@ -135,8 +135,12 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *((name, FLOAT16) for name in PROGRAMS),
-        *((name, BFLOAT16) for name in ("linears", "attention")),
+        ("linears", FLOAT16),
+        ("attention", FLOAT16),
+        pytest.param("batched", FLOAT16, marks=pytest.mark.slow),
+        pytest.param("convolutions", FLOAT16, marks=pytest.mark.slow),
+        pytest.param("linears", BFLOAT16, marks=pytest.mark.slow),
+        pytest.param("attention", BFLOAT16, marks=pytest.mark.slow),
     ],
     ids=str,
 )
