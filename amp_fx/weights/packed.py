@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ from amp_fx.weights.split import (
 from amp_fx.weights.template_constants import TemplateConstants
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from types import CodeType
 
     from torch import fx
@@ -119,17 +120,33 @@ class Constants:
         }
         returned = escaping(gm, len(gm.graph.output_node().args[0])) - set(sources)  # type: ignore[arg-type]
         copies = copy_prepared(gm, sources, self.prepare, skipped=returned)
-        values: dict[fx.Node, Any] = {}
-        weights = [getattr(gm, str(node.target)) for node in sources]
-        with _mode_of(weights), torch.no_grad():
-            for node in copies:
-                is_attribute = node.op == "get_attr"
-                values[node] = (
-                    getattr(gm, str(node.target)) if is_attribute else self._run(node, values)
-                )
+        with _mode_of([getattr(gm, str(node.target)) for node in sources]), torch.no_grad():
+            values = self._compute(gm, copies)
         for node in values_read(copies, self.prepare, sources, has_views=True):
             self.put(node, values[node], copies[node])
         self._drop_unused()
+
+    def _compute(self, gm: fx.GraphModule, nodes: Collection[fx.Node]) -> dict[fx.Node, Any]:
+        """Returns what the rest of the graph reads of nodes; frees the rest when it was read.
+
+        All weights of a model in one more dtype or layout are large.
+        """
+        readers = Counter(source for node in nodes for source in node.all_input_nodes)
+        attributes = Counter(str(node.target) for node in gm.graph.find_nodes(op="get_attr"))
+        values: dict[fx.Node, Any] = {}
+        for node in nodes:
+            is_attribute = node.op == "get_attr"
+            values[node] = (
+                getattr(gm, str(node.target)) if is_attribute else self._run(node, values)
+            )
+            for source in node.all_input_nodes:
+                readers[source] -= 1
+                if readers[source] or any(user not in nodes for user in source.users):
+                    continue
+                del values[source]
+                if source.op == "get_attr" and attributes[str(source.target)] == 1:
+                    gm._buffers[str(source.target)] = torch.empty(0)  # until it is unused
+        return values
 
     def _drop_unused(self) -> None:
         gm = self.gm
