@@ -120,7 +120,7 @@ def _fake_elementwise_gradient(*args: Any) -> torch.Tensor:
 
 
 def _fake_reversed_gradient(*args: Any) -> torch.Tensor:
-    """The same for kernels that read the gradient last."""
+    """Fake kernel of an elementwise gradient that ATen's kernel reads last."""
     grad, other = (value for value in args if isinstance(value, torch.Tensor))
     return other * grad
 

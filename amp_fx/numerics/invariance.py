@@ -84,7 +84,7 @@ def _part(index: int, alone: TracedOp, batch: TracedOp) -> torch.Tensor | None:
 
 
 def _rows(shape: tuple[int, ...], batch: torch.Tensor, index: int) -> torch.Tensor | None:
-    """Returns the part of a batch for one of its rows; None if there is no such part."""
+    """Returns the part of a batch for one of its rows; None if the shape has no batch dimension."""
     if not shape or tuple(shape[1:]) != batch.shape[1:] or batch.size(0) == shape[0]:
         return None
     return batch[index * shape[0] : (index + 1) * shape[0]]
