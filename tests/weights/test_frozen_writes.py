@@ -17,7 +17,7 @@ from amp_fx import errors, weight_cache
 from amp_fx.backend import caching
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.options import Options
-from amp_fx.weights import packed, store
+from amp_fx.weights import entry, packed, store
 from amp_fx.weights.engine import is_available
 from amp_fx.weights.split import run_node
 from amp_fx.weights.store import STORE
@@ -231,27 +231,36 @@ def test_what_is_made_on_the_way_is_freed_once_it_is_compiled() -> None:
 @torch.no_grad()
 @needs.FROZEN_GRAPHS
 def test_no_two_forms_of_all_weights_are_there_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Casts, or the float32 that is multiplied instead of them, while they are packed."""
+    """Casts or their float32, while they are packed; packed weights, while they are made again."""
     model = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(8)))
     compiled = FROZEN.compile(model)
     gc.collect()
     others = {w.data_ptr() for w in model.parameters()}
     others |= {id(t) for t in gc.get_objects() if type(t) is torch.Tensor}
-    counts: dict[str, int] = {}
+    counts: list[int] = []
 
-    def run_and_count(node: Any, values: Any) -> Any:
-        result = run_node(node, values)
-        tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and id(t) not in others]
-        large = [t for t in tensors if t.numel() == 96 * 96]
-        forms = {t.data_ptr() if t.layout is torch.strided else id(t) for t in large}
-        count = len(forms - others)
-        counts[str(node.target)] = max(count, counts.get(str(node.target), 0))
-        return result
+    def counting(function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            result = function(*args)
+            found = [t for t in gc.get_objects() if type(t) is torch.Tensor]
+            large = [t for t in found if id(t) not in others and t.numel() == 96 * 96]
+            forms = {t.data_ptr() if t.layout is torch.strided else id(t) for t in large}
+            counts.append(len(forms - others))
+            return result
 
-    monkeypatch.setattr(packed, "pack", functools.partial(packed.pack, run=run_and_count))
+        return call
+
+    monkeypatch.setattr(packed, "pack", functools.partial(packed.pack, run=counting(run_node)))
+    monkeypatch.setattr(store, "compute", counting(entry.compute))
     compiled(random(16, 96))
-    assert any("_reorder_" in op for op in counts)
-    assert max(counts.values()) <= len(model) + 2, counts
+    assert len(counts) >= 2 * len(model)
+    assert max(counts) <= len(model) + 2, counts
+    counts.clear()
+    for weight in model.parameters():
+        weight.mul_(2)
+    compiled(random(16, 96))
+    assert len(counts) == len(model)
+    assert max(counts) <= len(model) + 2, counts
 
 
 @torch.no_grad()
