@@ -243,6 +243,7 @@ def needs_kernel(op: Any, arguments: Sequence[Any]) -> bool:
         return True
     if any(value.is_complex() for value in floats):  # decompositions round other steps
         return True
+    floats = [value for value in floats if value.dim()] or floats  # the others do not promote
     if any(value.dtype.itemsize > 2 for value in floats):
         return name in INEXACT_IN_FLOAT32 or _has_inexact_number(name, arguments, torch.float32)
     return _has_inexact_number(name, arguments, floats[0].dtype)
@@ -259,8 +260,8 @@ def _has_inexact_number(name: str, arguments: Sequence[Any], dtype: torch.dtype)
         return True  # the third argument is ``alpha``
     if dtype.itemsize > 2:
         return False
-    is_number = any(isinstance(value, torch.Tensor) and value.dim() == 0 for value in arguments)
-    if is_number and name in SCALING:
+    scalars = [v.dtype for v in arguments if isinstance(v, torch.Tensor) and v.dim() == 0]
+    if scalars and (name in SCALING or set(scalars) != {dtype}):
         return True
     return any(float(torch.tensor(n, dtype=dtype)) != n for n in numbers)
 

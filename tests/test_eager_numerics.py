@@ -421,3 +421,26 @@ def test_ops_that_torch_decomposes_early_have_the_bits_of_eager_code() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 3, 4, 4, requires_grad=True)
     assert all(map(torch.equal, gradients(compiled(program)), gradients(program)))
+
+
+def test_low_tensors_with_wider_numbers_have_the_bits_of_eager_code() -> None:
+    def program(
+        x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, number: float
+    ) -> list[torch.Tensor]:
+        y = x @ weight
+        scaled = [y * scale, y / scale, y + scale, scale - y, y * scale.double()]
+        return [*scaled, y * number, y / number, y + number, number - y]
+
+    def results(function: Callable[..., Any], number: float) -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            outs = function(x, weight, scale, number)
+        loss = sum(out.float().square().mean() for out in outs)
+        return [*outs, *torch.autograd.grad(loss, [x, weight, scale])]
+
+    torch.manual_seed(0)
+    x, weight = torch.randn(7, 8, requires_grad=True), torch.randn(8, 9, requires_grad=True)
+    scale = torch.tensor(3.01, requires_grad=True)
+    function = compiled(program, dynamic=True)  # the number is a symbol
+    for number in (0.289, 30.1):
+        expected = results(program, number)
+        assert all(map(torch.equal, results(function, number), expected))

@@ -94,8 +94,8 @@ class PlainStep:
             self._has_warned = True
             warnings.warn(
                 f"steps of {type(optimizer).__name__} run eagerly, with the same results: compiled "
-                "steps require torch's Adam, AdamW or SGD without hooks, and dense float32 or "
-                "float64 gradients on one CPU or CUDA device.",
+                "steps require torch's Adam, AdamW or SGD without hooks, dense float32 or float64 "
+                "gradients on one CPU or CUDA device, and weights that share no memory.",
                 stacklevel=3,
             )
         return None

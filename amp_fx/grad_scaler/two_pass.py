@@ -17,6 +17,7 @@ from torch import Tensor
 from amp_fx.grad_scaler.gradients import clip_factor, grads_of, params_of, upcast
 from amp_fx.torch_private.kernels import foreach_add_
 from amp_fx.torch_private.optimizers import runs_only_own_code
+from amp_fx.torch_private.tensors import overlap
 from amp_fx.weights.write_signals import after_step
 
 if TYPE_CHECKING:
@@ -180,7 +181,8 @@ class Work(NamedTuple):
 def work_of(optimizer: Any) -> Work | None:
     """Returns the tensors of a step; None if the optimizer's steps cannot use two passes.
 
-    States and counters are None before the first step.
+    States and counters are None before the first step. Weights that share memory are updated one
+    after the other in eager steps, which a graph that writes them through aliases cannot see.
     """
     rule = rule_of(optimizer)
     if rule is None:
@@ -199,7 +201,7 @@ def work_of(optimizer: Any) -> Work | None:
     ]
     counts = [state.get("step") for state in all_states] if rule.counts else []
     tensors = [tensor for tensor in (*weights, *grads, *flat(states)) if tensor is not None]
-    if not _are_supported(tensors):
+    if not _are_supported(tensors) or overlap(weights):
         return None
     return Work(rule, weights, grads, states, counts, sizes, flags)
 

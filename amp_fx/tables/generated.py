@@ -43,5 +43,6 @@ EXACT_POWERS = (1, 2)
 """Exponents for which ``pow`` is exact."""
 
 SCALING = frozenset(["div", "mul"])
-"""Ops for which generated code rounds tensors with one element to the low dtype first. Python
-numbers are rounded for all ops."""
+"""Ops for which generated code rounds tensors without dimensions to the low dtype first. Python
+numbers are rounded for all ops. Tensors without dimensions of a wider dtype are rounded or not,
+depending on whether the kernel computes them itself."""

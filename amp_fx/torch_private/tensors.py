@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -17,6 +18,20 @@ def data_address(tensor: torch.Tensor) -> int:
     """
     address: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
     return address
+
+
+def overlap(tensors: list[torch.Tensor]) -> bool:
+    """Returns True if the address ranges of two strided tensors on one device overlap."""
+    end = 0
+    for start, tensor in sorted([(data_address(t), t) for t in tensors if t.numel()], key=_first):
+        if start < end:
+            return True
+        strides = zip(tensor.shape, tensor.stride(), strict=True)
+        end = start + (1 + sum([(n - 1) * stride for n, stride in strides])) * tensor.itemsize
+    return False
+
+
+_first = operator.itemgetter(0)
 
 
 def is_cow_tensor(tensor: torch.Tensor) -> bool:

@@ -142,6 +142,7 @@ def in_two_passes(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return runs
 
 
+CACHED: dict[str, Any] = {"compiler": "aot_eager", "weight_cache": "training"}
 BADS = (None, None, math.inf, None, math.nan, None)
 
 
@@ -213,6 +214,31 @@ def test_hooks_are_run(in_two_passes: list[None]) -> None:
         step()
     step()
     assert len(seen) == 2
+    assert not in_two_passes
+
+
+@pytest.mark.parametrize("start", [0, 1], ids=["same", "overlapping"])
+def test_weights_that_share_memory_get_all_updates(start: int, in_two_passes: list[None]) -> None:
+    def train(*, is_compiled: bool) -> Tensor:
+        memory = torch.arange(1.0, 6.0)
+        params = [torch.nn.Parameter(memory[:3]), torch.nn.Parameter(memory[start : start + 3])]
+        optimizer = ADAMW(params)
+        step = amp_fx.compile_step(optimizer, backend="eager") if is_compiled else optimizer.step
+        compiled = [
+            torch.compile(lambda x, p=p: x @ p[:, None], backend="amp_fx", options=CACHED)
+            for p in params
+        ]
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = sum(function(torch.ones(2, 3)).float().sum() for function in compiled)
+            loss.backward()
+            step()
+        return memory
+
+    with pytest.warns(UserWarning, match="weights that share no memory"):
+        actual = train(is_compiled=True)
+    torch.testing.assert_close(actual, train(is_compiled=False), rtol=0, atol=0)
     assert not in_two_passes
 
 
