@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+import itertools
 from typing import Any
 
 import torch
@@ -22,16 +22,15 @@ def data_address(tensor: torch.Tensor) -> int:
 
 def overlap(tensors: list[torch.Tensor]) -> bool:
     """Returns True if the address ranges of two strided tensors on one device overlap."""
-    end = 0
-    for start, tensor in sorted([(data_address(t), t) for t in tensors if t.numel()], key=_first):
-        if start < end:
-            return True
-        strides = zip(tensor.shape, tensor.stride(), strict=True)
-        end = start + (1 + sum([(n - 1) * stride for n, stride in strides])) * tensor.itemsize
-    return False
+    ranges = sorted([(data_address(t), _num_bytes_spanned(t)) for t in tensors if t.numel()])
+    return any(start + size > after for (start, size), (after, _) in itertools.pairwise(ranges))
 
 
-_first = operator.itemgetter(0)
+def _num_bytes_spanned(tensor: torch.Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    steps = [(n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return (1 + sum(steps)) * tensor.itemsize
 
 
 def is_cow_tensor(tensor: torch.Tensor) -> bool:
