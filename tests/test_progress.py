@@ -53,10 +53,10 @@ exporting a module
 storing the weights of Sequential"""
 
 
-def environment(**more: str) -> dict[str, str]:
+def environment() -> dict[str, str]:
     mine = ("PYTEST_CURRENT_TEST", "TORCH_LOGS", "LOCAL_RANK")
     env = {name: value for name, value in os.environ.items() if name not in mine}
-    return {**env, "TERM": "xterm", "PYTHONPATH": str(ROOT), **more}
+    return {**env, "TERM": "xterm", "PYTHONPATH": str(ROOT)}
 
 
 def on_terminal(script: str) -> str:

@@ -8,6 +8,7 @@ including 2 bytes for the copy.
 
 from __future__ import annotations
 
+import itertools
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from amp_fx.grad_scaler.gradients import clip_factor, grads_of, params_of, upcast
 from amp_fx.torch_private.kernels import foreach_add_
 from amp_fx.torch_private.optimizers import runs_only_own_code
-from amp_fx.torch_private.tensors import overlap
+from amp_fx.torch_private.tensors import data_address
 from amp_fx.weights.write_signals import after_step
 
 if TYPE_CHECKING:
@@ -201,9 +202,22 @@ def work_of(optimizer: Any) -> Work | None:
     ]
     counts = [state.get("step") for state in all_states] if rule.counts else []
     tensors = [tensor for tensor in (*weights, *grads, *flat(states)) if tensor is not None]
-    if not _are_supported(tensors) or overlap(weights):
+    if not _are_supported(tensors) or _share_memory(weights):
         return None
     return Work(rule, weights, grads, states, counts, sizes, flags)
+
+
+def _share_memory(weights: Sequence[Tensor]) -> bool:
+    """Returns True if the address ranges of two weights on one device overlap."""
+    ranges = sorted([(data_address(w), _num_bytes_spanned(w)) for w in weights if w.numel()])
+    return any(start + size > after for (start, size), (after, _) in itertools.pairwise(ranges))
+
+
+def _num_bytes_spanned(tensor: Tensor) -> int:
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    steps = [(n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return (1 + sum(steps)) * tensor.itemsize
 
 
 def _are_supported(tensors: list[Tensor]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -18,19 +17,6 @@ def data_address(tensor: torch.Tensor) -> int:
     """
     address: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
     return address
-
-
-def overlap(tensors: list[torch.Tensor]) -> bool:
-    """Returns True if the address ranges of two strided tensors on one device overlap."""
-    ranges = sorted([(data_address(t), _num_bytes_spanned(t)) for t in tensors if t.numel()])
-    return any(start + size > after for (start, size), (after, _) in itertools.pairwise(ranges))
-
-
-def _num_bytes_spanned(tensor: torch.Tensor) -> int:
-    if tensor.is_contiguous():
-        return tensor.nbytes
-    steps = [(n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    return (1 + sum(steps)) * tensor.itemsize
 
 
 def is_cow_tensor(tensor: torch.Tensor) -> bool:

@@ -127,11 +127,12 @@ class Constants:
         self._drop_unused()
 
     def _compute(self, gm: fx.GraphModule, nodes: Collection[fx.Node]) -> dict[fx.Node, Any]:
-        """Returns what the rest of the graph reads of nodes; frees the rest when it was read.
+        """Computes nodes, and frees each value and constant after its last user.
 
-        All weights of a model in one more dtype or layout are large.
+        All weights of a model in one more dtype or layout are large. What nodes outside of
+        ``nodes`` use is never freed.
         """
-        readers = Counter(source for node in nodes for source in node.all_input_nodes)
+        num_users = {node: len(node.users) for node in nodes}
         attributes = Counter(str(node.target) for node in gm.graph.find_nodes(op="get_attr"))
         values: dict[fx.Node, Any] = {}
         for node in nodes:
@@ -140,8 +141,8 @@ class Constants:
                 getattr(gm, str(node.target)) if is_attribute else self._run(node, values)
             )
             for source in node.all_input_nodes:
-                readers[source] -= 1
-                if readers[source] or any(user not in nodes for user in source.users):
+                num_users[source] -= 1
+                if num_users[source]:
                     continue
                 del values[source]
                 if source.op == "get_attr" and attributes[str(source.target)] == 1:

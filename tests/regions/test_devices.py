@@ -128,14 +128,13 @@ import json, os, sys, traceback
 import torch, amp_fx, torch._dynamo  # what takes most of the time, once for all programs
 
 for name, program in json.load(sys.stdin).items():
-    sys.stdout.flush()
     if (child := os.fork()) == 0:
         try:
             exec(program, {})
-            print(name, "ended")
-        finally:
-            sys.stdout.flush()
+            print(name, "ended", flush=True)
+        except BaseException:
             traceback.print_exc()
+        finally:
             os._exit(0)
     os.waitpid(child, 0)
 """
