@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 
 import amp_fx
 from tests import needs
@@ -80,12 +82,25 @@ def test_each_compiler_has_the_bits(name: str, compiler: str) -> None:
 
 @needs.CPP_COMPILER
 @torch.no_grad()
-def test_weights_are_cached() -> None:
-    model, x = model_and_input("relu")
+@pytest.mark.parametrize("name", ["relu", "padded and causal"])
+def test_generated_code_packs_the_weights_of_products(name: str) -> None:
+    """It is no farther from float64 than eager autocast, which calls the op of a layer."""
+    model, x = model_and_input(name)
     amp_fx.weight_cache.clear()
-    torch.compile(model, backend="amp_fx")(x)
+    result, (code,) = run_and_get_code(torch.compile(model, backend="amp_fx"), x)
     names = {name for value in amp_fx.weight_cache.stats().values for name in value.weights}
     assert {"encoder.layers.0.self_attn.in_proj_weight", "encoder.layers.1.linear1.weight"} <= names
+    assert "_native_multi_head_attention" not in calls(code)
+    assert "_addmm_activation" not in calls(code)
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = model(x)
+    exact = model.double()(x.double())
+    assert (result - exact).abs().mean() <= (eager - exact).abs().mean()
+
+
+def calls(code: str) -> str:
+    """The ops that generated code calls, without its comments and the names of its kernels."""
+    return "\n".join(re.findall(r"torch\.ops\.aten\.\S+\(", code))
 
 
 @pytest.mark.parametrize("policy", [None, "torch"])

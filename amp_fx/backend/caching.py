@@ -99,12 +99,6 @@ class Caching:
         chosen = self.weights if is_inference else self._chosen_in_training()
         return bool(chosen) and self.can_watch()
 
-    @property
-    def _chooses_kernels(self) -> bool:
-        """True if products may have other bits than those of oneDNN, and no kernel is timed."""
-        is_tuned = _is_any_on(inductor_config(self.options), "max_autotune", "max_autotune_gemm")
-        return not is_tuned and not is_strict(self.options)
-
     def release(self) -> None:
         """Drops the weights when the compilation ends."""
         self.weights.clear()
@@ -177,7 +171,7 @@ class Caching:
             {i: weight.name for i, weight in weights.items()},
             folds_batch_norm=self.options.fold_batch_norm,
             check=self._check_packed,
-            chooses_kernels=self._chooses_kernels,
+            chooses_kernels=not is_strict(self.options),
             widen=passes.widen_products,
             run=run_fake,
         )
@@ -350,7 +344,7 @@ class Caching:
                 compile_graph,
                 folds_batch_norm=self.options.fold_batch_norm,
                 check=self._check_packed,
-                chooses_kernels=self._chooses_kernels,
+                chooses_kernels=not is_strict(self.options),
                 widen=passes.widen_products,
                 **kwargs,
             )

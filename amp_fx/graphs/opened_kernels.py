@@ -9,8 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
-from amp_fx.torch_private.kernels import addmm_activation, native_multi_head_attention
+from amp_fx.dtypes import is_low
+from amp_fx.torch_private.kernels import (
+    addmm_activation,
+    masked_softmax,
+    native_multi_head_attention,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -81,6 +87,83 @@ def transformer_encoder_layer(
     return x if norm_first else norm(x, norm_weight_2, norm_bias_2)
 
 
+def self_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    embed_dim: int,
+    num_head: int,
+    qkv_weight: torch.Tensor,
+    qkv_bias: torch.Tensor,
+    proj_weight: torch.Tensor,
+    proj_bias: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    need_weights: bool = True,
+    average_attn_weights: bool = True,
+    mask_type: int | None = None,
+) -> Any:
+    """Version of ``aten::_native_multi_head_attention`` with products that inductor can choose.
+
+    Adds biases and scales before it rounds, which the kernel does afterwards, and attends without
+    a mask by ``scaled_dot_product_attention``. Calls the kernel for anything else than
+    self-attention in low precision on a CPU, and if weights are needed.
+
+    Returns:
+        ``(batch, sequence, embed_dim)``, and the weights or None.
+    """
+    is_self = query is key and key is value
+    if need_weights or not (is_self and _is_low_on_cpu(query)):
+        return native_multi_head_attention(
+            query,
+            key,
+            value,
+            embed_dim,
+            num_head,
+            qkv_weight,
+            qkv_bias,
+            proj_weight,
+            proj_bias,
+            mask,
+            need_weights,
+            average_attn_weights,
+            mask_type,
+        )
+    batch, length, _ = query.shape
+    width = embed_dim // num_head
+    qkv = linear(query, qkv_weight, qkv_bias).view(batch, length, 3, num_head, width)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    if mask is None:
+        x = scaled_dot_product_attention(q, k, v)
+    else:
+        scores = (q * width**-0.5) @ k.transpose(-2, -1)
+        x = masked_softmax(scores, mask.bool(), scores.dim() - 1, mask_type) @ v
+    x = x.transpose(1, 2).reshape(query.shape)
+    return linear(x, proj_weight, proj_bias), None
+
+
+def activated_product(
+    bias: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    beta: float = 1,
+    alpha: float = 1,
+    use_gelu: bool = False,
+) -> torch.Tensor:
+    """Version of ``aten::_addmm_activation`` with a product that inductor can choose.
+
+    Calls the kernel for anything else than low precision on a CPU.
+    """
+    if not _is_low_on_cpu(rows):
+        return addmm_activation(bias, rows, weight, beta=beta, alpha=alpha, use_gelu=use_gelu)
+    product = torch.addmm(bias, rows, weight, beta=beta, alpha=alpha)
+    return gelu(product) if use_gelu else torch.relu(product)
+
+
+def _is_low_on_cpu(tensor: torch.Tensor) -> bool:
+    return is_low(tensor.dtype) and tensor.device.type == "cpu"
+
+
 def _add_in_place(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Returns the result of ``x.add_(other)``, which has the dtype of ``x``."""
     return torch.add(x, other).to(x.dtype)
@@ -90,6 +173,24 @@ OPENED: Mapping[Any, Callable[..., Any]] = {
     torch.ops.aten._transformer_encoder_layer_fwd.default: transformer_encoder_layer
 }
 """Traceable versions by op. Their arguments must not require gradients."""
+
+_WITH_PRODUCTS: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.aten._native_multi_head_attention.default: self_attention,
+    torch.ops.aten._addmm_activation.default: activated_product,
+}
+"""Versions of kernels by op, for generated code that may round at other points."""
+
+
+def open_products(gm: fx.GraphModule) -> None:
+    """Replaces kernels of a rewritten graph by products, in place.
+
+    The weights of these products can be packed, and CPUs without units for their dtype compute
+    them in float32. The results have other bits than the kernels.
+    """
+    for op, version in _WITH_PRODUCTS.items():
+        for node in gm.graph.find_nodes(op="call_function", target=op):
+            node.target = version
+    gm.recompile()
 
 
 def is_opened(node: fx.Node) -> bool:

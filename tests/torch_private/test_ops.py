@@ -87,6 +87,16 @@ def test_scaled_mm_multiplies_the_scales() -> None:
     assert callable(kernels.scaled_grouped_mm)  # no kernel on all CPUs
 
 
+def test_masked_softmax() -> None:
+    """1 masks keys of each batch element, 0 is the same for all; True is masked."""
+    scores, keys = torch.randn(2, 3, 4, 4), torch.arange(4) > 1
+    each = kernels.masked_softmax(scores, keys.expand(2, 4), 3, 1)
+    same = kernels.masked_softmax(scores, keys.expand(4, 4), 3, 0)
+    expected = scores.masked_fill(keys, -torch.inf).softmax(3)
+    torch.testing.assert_close(each, expected)
+    torch.testing.assert_close(same, expected)
+
+
 def test_foreach_kernels() -> None:
     tensors = [torch.ones(2), torch.full((3,), 2.0)]
     kernels.foreach_add_(tensors, 1)
