@@ -10,8 +10,9 @@ After:
     %product = aten.mm(%flat, %matrix)
     %y       = aten.reshape(%product, [64, 4, 576])
 
-Left unchanged: other devices, whose kernels read an expanded matrix without a copy; other dtypes,
-whose kernels sum in another order; products with two symbolic sizes.
+Left unchanged: other devices, whose kernels read an expanded matrix without a copy; float32, whose
+kernels sum in another order; products with two symbolic sizes. The kernels of float16 do too, so
+it is flattened only in generated code that may have other bits.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def flatten_products(graph: fx.Graph, batched: Collection[fx.Node] = ()) -> int:
+def flatten_products(
+    graph: fx.Graph,
+    batched: Collection[fx.Node] = (),
+    dtypes: Collection[torch.dtype] = (torch.bfloat16,),
+) -> int:
     """Flattens products of a graph in place.
 
     Without gradients, ``torch.nn.functional.linear`` computes such a product for an input that is
@@ -44,12 +49,13 @@ def flatten_products(graph: fx.Graph, batched: Collection[fx.Node] = ()) -> int:
     Args:
         graph: A graph of AOTAutograd whose nodes have their values in ``meta["val"]``.
         batched: Weights and constants whose products stay batched.
+        dtypes: Dtypes of the products that are flattened.
 
     Returns:
         The number of products that were flattened.
     """
     products = graph.find_nodes(op="call_function", target=aten.bmm.default)
-    flattened = [p for p in products if _origin(p) not in batched and _flatten(graph, p)]
+    flattened = [p for p in products if _origin(p) not in batched and _flatten(graph, p, dtypes)]
     if flattened:
         graph.eliminate_dead_code()
         graph.lint()
@@ -64,11 +70,12 @@ def _origin(product: fx.Node) -> fx.Node:
     return node
 
 
-def _flatten(graph: fx.Graph, product: fx.Node) -> bool:
+def _flatten(graph: fx.Graph, product: fx.Node, dtypes: Collection[torch.dtype]) -> bool:
     """Flattens one product if possible; returns True if it was flattened."""
     left, right = product.all_input_nodes[0], product.all_input_nodes[-1]
-    sizes = _sizes(VALUE.of(product))
-    if sizes is None or not _is_shared(VALUE.of(right)):
+    value = VALUE.of(product)
+    sizes = _sizes(value)
+    if sizes is None or value.dtype not in dtypes or not _is_shared(VALUE.of(right)):
         return False
     with graph.inserting_before(product):
         flat = _call(graph, aten.reshape.default, left, [-1, VALUE.of(left).size(2)])
@@ -81,8 +88,8 @@ def _flatten(graph: fx.Graph, product: fx.Node) -> bool:
 
 
 def _is_shared(matrices: torch.Tensor) -> bool:
-    """Returns True if all matrices of a batch are one expanded bfloat16 matrix on the CPU."""
-    if matrices.device.type != "cpu" or matrices.dtype is not torch.bfloat16:
+    """Returns True if all matrices of a batch are one expanded matrix on the CPU."""
+    if matrices.device.type != "cpu":
         return False
     has_sizes = not any(isinstance(size, torch.SymInt) for size in matrices.shape[1:])
     return has_sizes and matrices.stride(0) == 0 and matrices.size(0) not in (0, 1)

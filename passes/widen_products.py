@@ -35,6 +35,7 @@ aten = torch.ops.aten
 KINDS: Mapping[Any, str] = {
     aten.mm.default: PRODUCT,
     aten.addmm.default: PRODUCT,
+    aten.addbmm.default: BATCHED,
     aten.bmm.default: BATCHED,
     aten.baddbmm.default: BATCHED,
     aten.convolution.default: CONVOLUTION,

@@ -131,7 +131,9 @@ class AfterAutograd(CustomGraphPass):
         if not self.widens_products and not has_product_kernels(torch.bfloat16):
             inputs = graph.find_nodes(op="placeholder")
             batched = [*(inputs[i] for i in frozen), *graph.find_nodes(op="get_attr")]
-        record(+Counter(flattened_products=flatten_products(graph, batched)))
+        low = (torch.bfloat16, torch.float16)
+        dtypes = low if self.widens_products else low[:1]
+        record(+Counter(flattened_products=flatten_products(graph, batched, dtypes)))
 
     def widen_products(self, graph: fx.Graph) -> None:
         """Computes products in float32 if this CPU has no units for their dtype."""

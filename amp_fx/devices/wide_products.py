@@ -23,7 +23,7 @@ ATTENTION, ATTENTION_BACKWARD = "attention", "attention backward"
 
 _KINDS_OF = {
     **dict.fromkeys(("linear", "mm", "addmm"), (PRODUCT,)),
-    **dict.fromkeys(("bmm", "baddbmm"), (BATCHED,)),
+    **dict.fromkeys(("addbmm", "baddbmm", "bmm"), (BATCHED,)),
     **dict.fromkeys(("matmul", "einsum"), (PRODUCT, BATCHED)),
     "conv": (CONVOLUTION, CONVOLUTION_BACKWARD),
     "scaled_dot_product_attention": (ATTENTION, ATTENTION_BACKWARD),

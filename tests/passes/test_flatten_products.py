@@ -95,11 +95,12 @@ def attention() -> tuple[torch.nn.Module, torch.Tensor]:
 
 @needs.CPP_COMPILER
 @torch.no_grad()
-def test_the_weights_of_attention_are_packed() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_weights_of_attention_are_packed(dtype: torch.dtype) -> None:
     """``MultiheadAttention`` with ``batch_first=True`` transposes its input."""
     model, x = attention()
     amp_fx.weight_cache.clear()
-    compiled = torch.compile(model, backend="amp_fx")
+    compiled = torch.compile(model, backend="amp_fx", options={"dtype": dtype})
     compiled(x)
     packed = [v for v in amp_fx.weight_cache.stats().values if "in_proj_weight" in v.weights[0]]
     assert len(packed) == 2

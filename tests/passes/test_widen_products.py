@@ -194,6 +194,18 @@ def test_forward_and_backward_follow_the_units(
 
 
 @pytest.mark.usefixtures("_no_units")
+def test_a_sum_of_batched_products_is_rounded_once(
+    targets: list[tuple[Any, torch.dtype]],
+) -> None:
+    start, left, right = torch.randn(8, 5), torch.randn(4, 8, 16), torch.randn(4, 16, 5)
+    options = {"dtype": FLOAT16, "fallback": False}
+    result = torch.compile(torch.addbmm, backend="amp_fx", options=options)(start, left, right)
+    low = (tensor.half().float() for tensor in (start, left, right))
+    assert torch.equal(result, torch.addbmm(*low).half().float())
+    assert targets == [(aten.addbmm.default, torch.float32)]
+
+
+@pytest.mark.usefixtures("_no_units")
 def test_eager_numerics_leave_products_low(targets: list[tuple[Any, torch.dtype]]) -> None:
     train(numerics="strict")
     assert {seen for _, seen in targets} == {FLOAT16}
