@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def flatten_products(
-    graph: fx.Graph,
-    batched: Collection[fx.Node] = (),
-    dtypes: Collection[torch.dtype] = (torch.bfloat16,),
-) -> int:
+def flatten_products(graph: fx.Graph, dtypes: Collection[torch.dtype] = (torch.bfloat16,)) -> int:
     """Flattens products of a graph in place.
 
     Without gradients, ``torch.nn.functional.linear`` computes such a product for an input that is
@@ -48,26 +44,17 @@ def flatten_products(
 
     Args:
         graph: A graph of AOTAutograd whose nodes have their values in ``meta["val"]``.
-        batched: Weights and constants whose products stay batched.
         dtypes: Dtypes of the products that are flattened.
 
     Returns:
         The number of products that were flattened.
     """
     products = graph.find_nodes(op="call_function", target=aten.bmm.default)
-    flattened = [p for p in products if _origin(p) not in batched and _flatten(graph, p, dtypes)]
+    flattened = [p for p in products if _flatten(graph, p, dtypes)]
     if flattened:
         graph.eliminate_dead_code()
         graph.lint()
     return len(flattened)
-
-
-def _origin(product: fx.Node) -> fx.Node:
-    """Returns the node from which casts and views compute the matrix of a product."""
-    node = product.all_input_nodes[-1]
-    while len(node.all_input_nodes) == 1:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _flatten(graph: fx.Graph, product: fx.Node, dtypes: Collection[torch.dtype]) -> bool:

@@ -33,7 +33,7 @@ from amp_fx.torch_private.inductor_passes import CustomGraphPass, get_hash_for_f
 from amp_fx.weights import few_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from torch import fx
 
@@ -116,24 +116,14 @@ class AfterAutograd(CustomGraphPass):
         if self.following is not None:
             self.following(graph)
 
-    def flatten_products(self, graph: fx.Graph, frozen: Iterable[int] = ()) -> None:
+    def flatten_products(self, graph: fx.Graph) -> None:
         """Flattens products. Must run before weights are packed.
 
-        Where oneDNN has no kernels for bfloat16, a flattened product has other bits. Eager code
-        also flattens there if the weight requires gradients, because autocast's copy of the weight
-        then does (``should_fold`` in ``ATen/native/LinearAlgebra.cpp``).
-
-        Args:
-            graph: A graph of AOTAutograd. Its constants were packed: their products stay batched.
-            frozen: Positions of the weights that require no gradients.
+        Where oneDNN has no kernels for bfloat16, a flattened product has other bits.
         """
-        batched: list[fx.Node] = []
-        if not self.widens_products and not has_product_kernels(torch.bfloat16):
-            inputs = graph.find_nodes(op="placeholder")
-            batched = [*(inputs[i] for i in frozen), *graph.find_nodes(op="get_attr")]
-        low = (torch.bfloat16, torch.float16)
-        dtypes = low if self.widens_products else low[:1]
-        record(+Counter(flattened_products=flatten_products(graph, batched, dtypes)))
+        exact = (torch.bfloat16,) if has_product_kernels(torch.bfloat16) else ()
+        dtypes = (torch.bfloat16, torch.float16) if self.widens_products else exact
+        record(+Counter(flattened_products=flatten_products(graph, dtypes)))
 
     def widen_products(self, graph: fx.Graph) -> None:
         """Computes products in float32 if this CPU has no units for their dtype."""

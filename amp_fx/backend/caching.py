@@ -162,7 +162,7 @@ class Caching:
         self, gm: fx.GraphModule, inputs: Sequence[Any], weights: Mapping[int, Weight]
     ) -> list[CachedValue]:
         passes = after_autograd(self.options)
-        passes.flatten_products(gm.graph, _frozen(weights))
+        passes.flatten_products(gm.graph)
         fakes = {i: inputs[i] for i in weights}
         constants, _, _ = pack(
             gm,
@@ -334,7 +334,7 @@ class Caching:
             started = STORE.start(tuple(tensors.values()))
             aliases = constants_for(tensors)
         passes = after_autograd(self.options)
-        passes.flatten_products(gm.graph, _frozen(weights))
+        passes.flatten_products(gm.graph)
         with _plain_epilogues(self.options):
             packed, values = compile_packed(
                 gm,
@@ -368,11 +368,6 @@ class Caching:
             specs = [spec for spec in args[0] if not spec.is_alias]
             record({"weight_casts_kept": sum(len({*spec.casts()}) for spec in specs)})
         return CachedCall(*args, owner=self.owner, verify=verify_level(self.options.verify), **code)
-
-
-def _frozen(weights: Mapping[int, Weight]) -> list[int]:
-    """Returns the positions of the weights that require no gradients."""
-    return [i for i, weight in weights.items() if not weight.tensor.requires_grad]
 
 
 def _has_other_sums(graph: fx.Graph) -> bool:

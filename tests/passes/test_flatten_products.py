@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -100,7 +100,8 @@ def test_the_weights_of_attention_are_packed(dtype: torch.dtype) -> None:
     """``MultiheadAttention`` with ``batch_first=True`` transposes its input."""
     model, x = attention()
     amp_fx.weight_cache.clear()
-    compiled = torch.compile(model, backend="amp_fx", options={"dtype": dtype})
+    options: dict[str, Any] = {"dtype": dtype}
+    compiled = torch.compile(model, backend="amp_fx", options=options)
     compiled(x)
     packed = [v for v in amp_fx.weight_cache.stats().values if "in_proj_weight" in v.weights[0]]
     assert len(packed) == 2

@@ -194,14 +194,13 @@ def test_forward_and_backward_follow_the_units(
 
 
 @pytest.mark.usefixtures("_no_units")
-def test_a_sum_of_batched_products_is_rounded_once(
-    targets: list[tuple[Any, torch.dtype]],
-) -> None:
+def test_a_sum_of_batched_products_is_rounded_once(targets: list[tuple[Any, torch.dtype]]) -> None:
     start, left, right = torch.randn(8, 5), torch.randn(4, 8, 16), torch.randn(4, 16, 5)
-    options = {"dtype": FLOAT16, "fallback": False}
-    result = torch.compile(torch.addbmm, backend="amp_fx", options=options)(start, left, right)
-    low = (tensor.half().float() for tensor in (start, left, right))
-    assert torch.equal(result, torch.addbmm(*low).half().float())
+    options: dict[str, Any] = {"dtype": FLOAT16, "fallback": False}
+    program: Callable[..., torch.Tensor] = torch.addbmm
+    result = torch.compile(program, backend="amp_fx", options=options)(start, left, right)
+    low_start, low_left, low_right = (t.half().float() for t in (start, left, right))
+    assert torch.equal(result, low_start.addbmm(low_left, low_right).half().float())
     assert targets == [(aten.addbmm.default, torch.float32)]
 
 
