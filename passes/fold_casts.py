@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from amp_fx.graphs.bodies import rewritten_bodies
-from amp_fx.graphs.casts import KERNEL_RESULT, Cast, inserted_cast, is_widening
+from amp_fx.graphs.casts import KERNEL_RESULT, Cast, inserted_cast, is_cacheable, is_widening
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
 from amp_fx.graphs.metadata import SITE, VERSION
 from amp_fx.graphs.values import storage_id, tensors_in, value_of, version_of
@@ -86,12 +86,11 @@ def _may_share(node: fx.Node, cast: Cast) -> bool:
 def is_cached_by_eager(node: fx.Node) -> bool:
     """Returns True if eager autocast would cache a cast that autograd records.
 
-    Eager autocast caches the cast of a float32 leaf that requires grad and is not a view, to the
-    dtype of the region, unless ``cache_enabled=False`` or in a branch of ``cond``. Source:
-    ``cached_cast`` in ``ATen/autocast_mode.cpp``.
+    Eager autocast caches casts to the dtype of the region, unless ``cache_enabled=False`` or in a
+    branch of ``cond``.
     """
     source: torch.Tensor = value_of(node.all_input_nodes[0])
-    if source.dtype != torch.float32 or not source.is_leaf or source._is_view():
+    if not is_cacheable(source):
         return False
     site, device_type = SITE.of(node), source.device.type
     is_low = dict(site.state.low_dtypes).get(device_type) == value_of(node).dtype

@@ -46,6 +46,14 @@ class Cast:
     reason: str
 
 
+def is_cacheable(tensor: torch.Tensor) -> bool:
+    """Returns True if eager autocast may cache casts of a tensor: it is a float32 leaf and no view.
+
+    It must require gradients, too. Source: ``cached_cast`` in ``ATen/autocast_mode.cpp``.
+    """
+    return tensor.dtype is torch.float32 and tensor.is_leaf and not tensor._is_view()
+
+
 def is_cast_call(node: fx.Node) -> bool:
     """Returns True if a node calls the cast op of captured graphs."""
     return node.op == "call_function" and node.target is _OP

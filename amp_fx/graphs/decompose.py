@@ -24,7 +24,7 @@ from torch.fx.node import map_aggregate, map_arg
 from amp_fx.errors import BannedOpError, PolicyError
 from amp_fx.graphs.casts import cast_name, is_cast_call, mark_cast
 from amp_fx.graphs.metadata import CAPTURED, CAST, DECISIONS, provenance
-from amp_fx.graphs.opened_kernels import OPENED
+from amp_fx.graphs.opened_kernels import OPENED, flattened_product, is_flattened
 from amp_fx.graphs.sizes import hint
 from amp_fx.graphs.values import (
     analysis,
@@ -308,9 +308,9 @@ class _PolicyTable:
             restored_dtype = restored_dtype or restored
         if call[1] is not args or call[0] is not op or is_float8:
             self.num_changed += 1
-            if self._state.cache_enabled and is_flattened_for_gradients(args, call):
+            if self._state.cache_enabled and is_flattened(args, call):
                 with self._replacing():
-                    return flattened_for_gradients(call[0], *call[1], **call[2])
+                    return flattened_product(call)
             self._is_settled = True
             return restore_results(call[0](*call[1], **call[2]), restored_dtype)
         return NotImplemented if has_policy else self._decompose(op, args, kwargs)
@@ -342,50 +342,6 @@ class _PolicyTable:
 
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
-
-
-def is_flattened_for_gradients(args: tuple[Any, ...], call: Call) -> bool:
-    """Returns True if eager autocast flattens a product only because a weight requires gradients.
-
-    Its cached copy of a weight requires gradients also while none are recorded, and a product of a
-    batch with a matrix or vector that requires gradients is flattened (``should_fold`` in
-    ``ATen/native/LinearAlgebra.cpp``). Other rows are only flattened if that needs no copy.
-
-    Args:
-        args: The arguments of the product.
-        call: The product with its casts.
-    """
-    if torch.is_grad_enabled() or call[0] not in _FLATTENING:
-        return False
-    dims = [argument.dim() for argument in args[:2]]
-    larger, smaller = dims.index(max(dims)), dims.index(min(dims))
-    given, copy = args[smaller], call[1][smaller]
-    is_batched = dims[larger] >= 3 and dims[smaller] <= 2
-    needs_copy = smaller == 0 or not _has_even_rows(call[1][larger])
-    is_weight = given.requires_grad and given.is_leaf and not given._is_view()
-    return is_batched and needs_copy and is_weight and copy is not given
-
-
-def _has_even_rows(batch: torch.Tensor) -> bool:
-    """Returns True if a view of all rows as one matrix exists."""
-    sizes, strides = batch.shape, batch.stride()
-    return all(strides[i] == strides[i + 1] * sizes[i + 1] for i in range(batch.dim() - 2))
-
-
-def flattened_for_gradients(op: OpOverload, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Calls the flattened product of ``aten::matmul`` or ``aten::linear``."""
-
-    def product(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        y = y if op is torch.ops.aten.matmul.default else y.t()
-        smaller = x if x.dim() < y.dim() else y
-        smaller.requires_grad_()
-        out: torch.Tensor = torch.ops.aten.matmul.default._op_dk(_COMPOSITE, x, y)
-        return out if bias is None else out + bias
-
-    return product(*args, **kwargs)
-
-
-_FLATTENING = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
 
 
 def _function_of(op: OpOverload, args: tuple[Any, ...]) -> Callable[..., Any] | None:

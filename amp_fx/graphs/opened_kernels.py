@@ -12,16 +12,22 @@ import torch
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
 from amp_fx.dtypes import is_low
+from amp_fx.graphs.casts import is_cacheable
 from amp_fx.torch_private.kernels import (
     addmm_activation,
     masked_softmax,
     native_multi_head_attention,
 )
+from amp_fx.torch_private.ops import DispatchKey
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import fx
+
+    from amp_fx.policies.calls import Call
+
+_aten = torch.ops.aten
 
 
 def transformer_encoder_layer(
@@ -170,13 +176,13 @@ def _add_in_place(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 OPENED: Mapping[Any, Callable[..., Any]] = {
-    torch.ops.aten._transformer_encoder_layer_fwd.default: transformer_encoder_layer
+    _aten._transformer_encoder_layer_fwd.default: transformer_encoder_layer
 }
 """Traceable versions by op. Their arguments must not require gradients."""
 
 _WITH_PRODUCTS: Mapping[Any, Callable[..., Any]] = {
-    torch.ops.aten._native_multi_head_attention.default: self_attention,
-    torch.ops.aten._addmm_activation.default: activated_product,
+    _aten._native_multi_head_attention.default: self_attention,
+    _aten._addmm_activation.default: activated_product,
 }
 """Versions of kernels by op, for generated code that may round at other points."""
 
@@ -191,6 +197,48 @@ def open_products(gm: fx.GraphModule) -> None:
         for node in gm.graph.find_nodes(op="call_function", target=op):
             node.target = version
     gm.recompile()
+
+
+def is_flattened(args: tuple[Any, ...], call: Call) -> bool:
+    """Returns True if eager autocast flattens a product only because a weight requires gradients.
+
+    Its cached copy of a weight requires gradients also while none are recorded, and a product of a
+    batch with a matrix or vector that requires gradients is flattened (``should_fold`` in
+    ``ATen/native/LinearAlgebra.cpp``). Others are only flattened if that needs no copy.
+
+    Args:
+        args: The arguments of the product.
+        call: The product with its casts.
+    """
+    if torch.is_grad_enabled() or call[0] not in (_aten.linear.default, _aten.matmul.default):
+        return False
+    dims = [argument.dim() for argument in args[:2]]
+    larger, smaller = dims.index(max(dims)), dims.index(min(dims))
+    given, copy = args[smaller], call[1][smaller]
+    is_batched = dims[larger] >= 3 and dims[smaller] <= 2
+    needs_copy = smaller == 0 or not _has_even_rows(call[1][larger])
+    is_cached = copy is not given and given.requires_grad and is_cacheable(given)
+    return is_batched and needs_copy and is_cached
+
+
+def _has_even_rows(batch: torch.Tensor) -> bool:
+    """Returns True if a view of all rows as one matrix exists."""
+    sizes, strides = batch.shape, batch.stride()
+    return all(strides[i] == strides[i + 1] * sizes[i + 1] for i in range(batch.dim() - 2))
+
+
+def flattened_product(call: Call) -> torch.Tensor:
+    """Traceable version of ``aten::matmul`` and ``aten::linear`` if ``is_flattened``."""
+    op, args, kwargs = call
+
+    def product(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        y = y.t() if op is _aten.linear.default else y
+        (x if x.dim() < y.dim() else y).requires_grad_()
+        key = DispatchKey.CompositeImplicitAutograd
+        out: torch.Tensor = _aten.matmul.default._op_dk(key, x, y)
+        return out if bias is None else out + bias
+
+    return product(*args, **kwargs)
 
 
 def is_opened(node: fx.Node) -> bool:
