@@ -30,6 +30,7 @@ from amp_fx.regions.module_stack import compile_frame
 from amp_fx.regions.state import no_autocast
 from amp_fx.torch_private import pytree
 from amp_fx.torch_private.aot_autograd import aot_autograd, make_boxed_func
+from amp_fx.torch_private.higher_order import let_saved_rng_states_be_traced
 from amp_fx.torch_private.modes import no_dispatch_modes
 from amp_fx.torch_private.ops import OpOverload
 
@@ -60,6 +61,7 @@ def traced(
         only: The number of the only value to trace; None traces all values.
         settings: Other arguments of ``torch._dynamo.optimize``, such as ``dynamic``.
     """
+    let_saved_rng_states_be_traced()
     numbers = itertools.count()
 
     def is_wanted() -> bool:
@@ -153,6 +155,7 @@ def _with_values(
     nodes: list[fx.Node] = []
     origins: dict[fx.Node, tuple[_Origin, ...]] = {}
     for node in list(gm.graph.nodes):
+        node.meta.pop("recompute", None)  # the graph recomputes already what a checkpoint asks for
         if node.op == "placeholder":
             origins[node] = (("input", len(origins)),)
             continue

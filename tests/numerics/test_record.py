@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import amp_fx
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
@@ -110,6 +111,23 @@ def test_a_backward_has_the_module_of_its_forward() -> None:
     trace = amp_fx.record(model)(x())
     modules = {op.op: op.module for op in trace.ops if op.stage == "backward"}
     assert (modules["batch_norm_backward"], modules["mm"]) == ("1", "0")
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=INDUCTOR)])
+def test_a_checkpoint_draws_its_random_numbers_again(compiler: str) -> None:
+    """AOTAutograd's graphs hold the generator's state, and are traced once more."""
+    layers = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3), nn.Linear(16, 4))
+
+    def step(value: torch.Tensor) -> torch.Tensor:
+        return checkpoint(layers, value, use_reentrant=False).square().mean()  # type: ignore[no-any-return]
+
+    traces = []
+    for name in (None, compiler):
+        torch.manual_seed(0)
+        traces.append(amp_fx.record(step, compiler=name)(x()))
+    found = traces[0].diff(traces[1])
+    assert found.num_aligned >= 10
+    assert all(op.is_rounding for op in found.ops)
 
 
 @INDUCTOR
