@@ -131,14 +131,18 @@ def _compile(
         if not compiled:  # the inputs of a backward are not known earlier
             with no_dispatch_modes():  # AOTAutograd runs graphs under a dispatch mode
                 compiled.append(compile_inner(gm, args, options))
-        results, start = compiled[0](*args), len(trace.ops)
+        results = compiled[0](*args)
+        added: list[tuple[int, ...]] = []
 
         def found(origins: tuple[_Origin, ...]) -> tuple[int, ...]:
-            numbers = ((start + n,) if kind == "value" else makers[n] for kind, n in origins)
+            numbers = (added[n] if kind == "value" else makers[n] for kind, n in origins)
             return tuple(dict.fromkeys(number for several in numbers for number in several))
 
         for value, result in zip(values, results[len(outputs) :], strict=True):
-            trace.add(stage, value.place, value.op, result, found(value.inputs))
+            has_result = result is not None  # a kernel omits gradients that nothing needs
+            added.append((len(trace.ops),) * has_result)
+            if has_result:
+                trace.add(stage, value.place, value.op, result, found(value.inputs))
         for result, origins in zip(results, outputs, strict=False):
             if isinstance(result, torch.Tensor):
                 trace.mark(result, found(origins))

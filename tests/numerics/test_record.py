@@ -130,6 +130,25 @@ def test_a_checkpoint_draws_its_random_numbers_again(compiler: str) -> None:
     assert all(op.is_rounding for op in found.ops)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_zeros_of_forward_mode_have_no_data() -> None:
+    """The tangent of a bias is a tensor without memory."""
+    layer, value = nn.Linear(16, 4), x()
+    trace = amp_fx.record(lambda value: torch.func.jvp(layer, (value,), (value,)))(value)
+    assert [op.op for op in trace.ops if op.stage == "forward"].count("addmm") == 1
+    assert torch.isfinite(torch.cat([op.values for op in trace.ops])).all()
+
+
+def test_gradients_that_a_kernel_omits() -> None:
+    """Nothing needs the gradient of the batch norm's input."""
+    model = nn.Sequential(nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model[0].requires_grad_(False)
+    model[1].eval()
+    before, after = (amp_fx.record(loss_of(model), compiler=c)(x()) for c in (None, "aot_eager"))
+    assert before.diff(after).ops == ()
+    assert before.diff(after).num_aligned >= 10
+
+
 @INDUCTOR
 def test_compiled_code_is_aligned_with_eager_code() -> None:
     before = amp_fx.record(loss_of(stack()))(x())
