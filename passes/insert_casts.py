@@ -81,6 +81,7 @@ class InsertCasts:
         policy: The cast policy of each op, per device type.
         frame: The modules around the compiled frame (``module_stack.compile_frame``).
         guards_range: If True, handles numbers that the low dtype cannot hold (``range_guard``).
+        flattens: If True, flattens products where eager autocast does.
     """
 
     name: ClassVar[str] = "insert_casts"
@@ -90,11 +91,13 @@ class InsertCasts:
     policy: Policy
     frame: CompileFrame = NO_FRAME
     guards_range: bool = True
+    flattens: bool = True
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``casts_inserted``, ``nodes_opened`` and the other edits of ``_Rewriter``."""
         remember_captured(gm.graph)
-        decomposer = Decomposer(self.policy, detect_fake_mode(gm.graph), self.frame)
+        mode = detect_fake_mode(gm.graph)
+        decomposer = Decomposer(self.policy, mode, self.frame, flattens=self.flattens)
         rewriter = _Rewriter(gm, decomposer, guards_range=self.guards_range)
         rewriter.run()
         return PassResult(rewriter.counts)

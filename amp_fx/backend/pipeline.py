@@ -69,6 +69,7 @@ def default_passes(
     weights: tuple[str, ...] = (),
     frame: CompileFrame = NO_FRAME,
     guards_range: bool = True,
+    flattens: bool = True,
     quantizes: QuantizeProducts | None = None,
     output_dtypes: tuple[torch.dtype | None, ...] | None = None,
 ) -> tuple[Pass, ...]:
@@ -81,12 +82,14 @@ def default_passes(
         weights: Names of the placeholders that are weights.
         frame: The modules around the compiled frame (``module_stack.compile_frame``).
         guards_range: The option ``range_guard``.
+        flattens: Whether products are flattened where eager autocast does. Then rows of a batch of
+            one are added up otherwise than those of others.
         quantizes: The pass for float8 products; None if the policy has none.
         output_dtypes: Output dtypes of the uncompiled program (``RestoreOutputs``).
     """
     return (
         MarkRegions(site),
-        InsertCasts(policy, frame, guards_range),
+        InsertCasts(policy, frame, guards_range, flattens),
         *((RestoreOutputs(output_dtypes),) if restores_outputs else ()),
         *((quantizes,) if quantizes is not None else ()),
         HoistCasts(weights),

@@ -95,6 +95,7 @@ def rewrite(
         weights=tuple(node.name for node, _ in weights),
         frame=frame,
         guards_range=options.range_guard,
+        flattens=options.numerics != "invariant",
         quantizes=_quantizes(gm, weights, policy, frame),
         output_dtypes=_program_dtypes(gm, ambient) if restores_outputs else None,
     )

@@ -134,12 +134,21 @@ class Site:
 
 
 class Decomposer:
-    """Decomposes the nodes of one graph; equal calls are traced once."""
+    """Decomposes the nodes of one graph; equal calls are traced once.
+
+    With ``flattens``, products are flattened where eager autocast does (``is_flattened``).
+    """
 
     def __init__(
-        self, policy: Policy, fake_mode: FakeTensorMode | None, frame: CompileFrame = NO_FRAME
+        self,
+        policy: Policy,
+        fake_mode: FakeTensorMode | None,
+        frame: CompileFrame = NO_FRAME,
+        *,
+        flattens: bool = True,
     ) -> None:
         self.policy = policy
+        self.flattens = flattens
         self.fake_mode = fake_mode
         self.frame = frame
         self.num_traced = 0
@@ -184,14 +193,16 @@ class Decomposer:
         self.num_traced += 1
         values = [value_of(n) for n in inputs]
         try:
-            return self._trace_on(values, node, site, _PolicyTable(resolver, site.state, stack))
+            return self._trace_on(
+                values, node, site, _PolicyTable(resolver, site.state, stack, self.flattens)
+            )
         except NotPlainError:
             # C++ kernels of some composite ops (``upsample_*.vec``) accept no symbolic sizes. A
             # trace with hints shows whether they call an op with a policy.
             hinted = [_with_hints(value) for value in values]
             if all(map(operator.is_, values, hinted)):
                 raise
-            table = _PolicyTable(resolver, site.state, stack)
+            table = _PolicyTable(resolver, site.state, stack, self.flattens)
             decomposed = self._trace_on(hinted, node, site, table)
             if decomposed.graph is not None:
                 raise
@@ -262,13 +273,16 @@ class _PolicyTable:
     but its decomposition is discarded if it contains no casts.
     """
 
-    def __init__(self, resolver: Resolver, state: AutocastState, stack: ModuleStack) -> None:
+    def __init__(
+        self, resolver: Resolver, state: AutocastState, stack: ModuleStack, flattens: bool
+    ) -> None:
         self.tracer: MakefxTracer | None = None
         self.decisions: list[OpDecision] = []
         self.num_changed = 0
         self._resolver = resolver
         self._state = state
         self._stack = stack
+        self._flattens = flattens and state.cache_enabled
         self._is_settled = False
         self._is_replacing = False
 
@@ -308,7 +322,7 @@ class _PolicyTable:
             restored_dtype = restored_dtype or restored
         if call[1] is not args or call[0] is not op or is_float8:
             self.num_changed += 1
-            if self._state.cache_enabled and is_flattened(args, call):
+            if self._flattens and is_flattened(args, call):
                 with self._replacing():
                     return flattened_product(call)
             self._is_settled = True

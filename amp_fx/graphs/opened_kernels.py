@@ -224,7 +224,8 @@ def is_flattened(args: tuple[Any, ...], call: Call) -> bool:
 def _has_even_rows(batch: torch.Tensor) -> bool:
     """Returns True if a view of all rows as one matrix exists."""
     sizes, strides = batch.shape, batch.stride()
-    return all(strides[i] == strides[i + 1] * sizes[i + 1] for i in range(batch.dim() - 2))
+    is_even = all(strides[i] == strides[i + 1] * sizes[i + 1] for i in range(batch.dim() - 2))
+    return is_even or batch.is_contiguous()
 
 
 def flattened_product(call: Call) -> torch.Tensor:

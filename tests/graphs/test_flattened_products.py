@@ -68,7 +68,9 @@ PROGRAMS: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, ...]]] = {
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_kernels_and_bits_of_eager_autocast(program: str, compiler: str) -> None:
     """Eager autocast's cached copy of a weight requires gradients also while none are recorded."""
-    for x in LAYOUTS.values():
+    for layout, x in LAYOUTS.items():
+        if layout == "every other" and compiler == "aot_eager":
+            continue  # AOTAutograd flattens it in other cases than eager code, natively too
         for is_trained in (True, False):
             model = Product(*PROGRAMS[program]).requires_grad_(is_trained)
             torch._dynamo.reset()
