@@ -192,10 +192,9 @@ class Decomposer:
     ) -> Decomposed:
         self.num_traced += 1
         values = [value_of(n) for n in inputs]
+        table = _PolicyTable(resolver, site.state, stack, self.flattens)
         try:
-            return self._trace_on(
-                values, node, site, _PolicyTable(resolver, site.state, stack, self.flattens)
-            )
+            return self._trace_on(values, node, site, table)
         except NotPlainError:
             # C++ kernels of some composite ops (``upsample_*.vec``) accept no symbolic sizes. A
             # trace with hints shows whether they call an op with a policy.
@@ -324,9 +323,11 @@ class _PolicyTable:
             self.num_changed += 1
             if self._flattens and is_flattened(args, call):
                 with self._replacing():
-                    return flattened_product(call)
-            self._is_settled = True
-            return restore_results(call[0](*call[1], **call[2]), restored_dtype)
+                    result = flattened_product(call)
+            else:
+                self._is_settled = True
+                result = call[0](*call[1], **call[2])
+            return restore_results(result, restored_dtype)
         return NotImplemented if has_policy else self._decompose(op, args, kwargs)
 
     def _with_float32_result(

@@ -13,12 +13,13 @@ from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
 from amp_fx.dtypes import is_low
 from amp_fx.graphs.casts import is_cacheable
+from amp_fx.graphs.values import value_of
 from amp_fx.torch_private.kernels import (
     addmm_activation,
     masked_softmax,
     native_multi_head_attention,
 )
-from amp_fx.torch_private.ops import DispatchKey
+from amp_fx.torch_private.ops import DispatchKey, OpOverload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -105,35 +106,20 @@ def self_attention(
     proj_bias: torch.Tensor,
     mask: torch.Tensor | None = None,
     need_weights: bool = True,
-    average_attn_weights: bool = True,
+    average_attn_weights: bool = True,  # noqa: ARG001, of weights that nobody needs
     mask_type: int | None = None,
 ) -> Any:
     """Version of ``aten::_native_multi_head_attention`` with products that inductor can choose.
 
     Adds biases and scales before it rounds, which the kernel does afterwards, and attends without
-    a mask by ``scaled_dot_product_attention``. Calls the kernel for anything else than
-    self-attention in low precision on a CPU, and if weights are needed.
+    a mask by ``scaled_dot_product_attention``.
 
     Returns:
-        ``(batch, sequence, embed_dim)``, and the weights or None.
+        ``(batch, sequence, embed_dim)`` and None; ``NotImplemented`` for anything else than
+        self-attention whose weights are not needed.
     """
-    is_self = query is key and key is value
-    if need_weights or not (is_self and _is_low_on_cpu(query)):
-        return native_multi_head_attention(
-            query,
-            key,
-            value,
-            embed_dim,
-            num_head,
-            qkv_weight,
-            qkv_bias,
-            proj_weight,
-            proj_bias,
-            mask,
-            need_weights,
-            average_attn_weights,
-            mask_type,
-        )
+    if need_weights or not (query is key and key is value):
+        return NotImplemented
     batch, length, _ = query.shape
     width = embed_dim // num_head
     qkv = linear(query, qkv_weight, qkv_bias).view(batch, length, 3, num_head, width)
@@ -156,18 +142,9 @@ def activated_product(
     alpha: float = 1,
     use_gelu: bool = False,
 ) -> torch.Tensor:
-    """Version of ``aten::_addmm_activation`` with a product that inductor can choose.
-
-    Calls the kernel for anything else than low precision on a CPU.
-    """
-    if not _is_low_on_cpu(rows):
-        return addmm_activation(bias, rows, weight, beta=beta, alpha=alpha, use_gelu=use_gelu)
+    """Version of ``aten::_addmm_activation`` with a product that inductor can choose."""
     product = torch.addmm(bias, rows, weight, beta=beta, alpha=alpha)
     return gelu(product) if use_gelu else torch.relu(product)
-
-
-def _is_low_on_cpu(tensor: torch.Tensor) -> bool:
-    return is_low(tensor.dtype) and tensor.device.type == "cpu"
 
 
 def _add_in_place(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -188,15 +165,23 @@ _WITH_PRODUCTS: Mapping[Any, Callable[..., Any]] = {
 
 
 def open_products(gm: fx.GraphModule) -> None:
-    """Replaces kernels of a rewritten graph by products, in place.
+    """Replaces low-precision kernels on the CPU by their products, in a rewritten graph.
 
     The weights of these products can be packed, and CPUs without units for their dtype compute
     them in float32. The results have other bits than the kernels.
     """
-    for op, version in _WITH_PRODUCTS.items():
+    for op in _WITH_PRODUCTS:
         for node in gm.graph.find_nodes(op="call_function", target=op):
-            node.target = version
+            value = value_of(node.all_input_nodes[0])
+            if is_low(value.dtype) and value.device.type == "cpu":
+                node.args = (op, *node.args)
+                node.target = _with_products
     gm.recompile()
+
+
+def _with_products(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    result = _WITH_PRODUCTS[op](*args, **kwargs)
+    return op(*args, **kwargs) if result is NotImplemented else result
 
 
 def is_flattened(args: tuple[Any, ...], call: Call) -> bool:

@@ -16,7 +16,7 @@ __all__ = ("generic_scan", "map_dense", "sdpa_dense")
 
 @functools.cache
 def let_saved_rng_states_be_traced() -> None:
-    """Lets AOTAutograd trace its own graphs of checkpoints that draw random numbers.
+    """Registers the rule by which AOTAutograd traces checkpoints that draw random numbers again.
 
     Relies on torch having this rule for ``run_with_rng_state``, which reads the state in the
     backward, and none for ``run_and_save_rng_state``, which saves it in the forward.
