@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from amp_fx.dtypes import dtype_name
+from tests.op_recorder import OpRecorder
 from tests.parity import exceptions, oracle
 from tests.parity.calls import OPS, Call, assert_alike, op_calls, program_of
 from tests.parity.oracle import Way
@@ -34,29 +34,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 COMBINATIONS = ((Way.AMBIENT, torch.float16), (Way.BARE, torch.bfloat16))
-
-INVISIBLE = ("prim.", "aten._to_copy", "aten.detach", "aten.alias", "aten.lift_fresh")
-"""Ops that casting is made of, or that compute nothing."""
-
-
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down each op that has floating-point inputs, and their dtypes."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.ops: list[str] = []
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Keeps Dynamo from skipping what runs under the mode."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
-        dtypes = [dtype_name(t.dtype) for t in inputs if t.is_floating_point()]
-        if dtypes and not str(func).startswith(INVISIBLE):
-            self.ops.append(f"{func}({', '.join(dtypes)})")
-        return func(*args, **kwargs or {})
 
 
 @dataclasses.dataclass
@@ -71,7 +48,7 @@ def trace(program: Program, region: torch.dtype | None) -> Trace:
     """Run a program on fake tensors and write down what it does."""
     with oracle.region_of("cuda", region), torch.no_grad():
         program()  # the first call compiles
-        with Recorder() as recorder:
+        with OpRecorder() as recorder:
             leaves = tree_flatten(program())[0]
     outputs = [
         dtype_name(leaf.dtype) if isinstance(leaf, torch.Tensor) else str(type(leaf))
