@@ -25,6 +25,7 @@ from amp_fx.explanation.recorder import GraphRecorder, SeenGraph
 from amp_fx.graphs.policy_mode import markers_left_on_error
 from amp_fx.graphs.values import plain_inputs, storage_id, without_meta_errors
 from amp_fx.options import Options
+from amp_fx.random_states import random_states_kept
 from amp_fx.regions.state import autocast_device_types, no_autocast
 from amp_fx.torch_private import pytree
 from amp_fx.torch_private.autograd import functorch_levels_restored
@@ -274,7 +275,7 @@ def run_stand_in(
 
     before = Counter(counters["graph_break"])
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=()))
+        stack.enter_context(random_states_kept())
         stack.enter_context(isolated())
         stack.enter_context(without_meta_errors())
         # A graph may fail between nodes that change the state of the thread and restore it.

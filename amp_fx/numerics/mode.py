@@ -33,9 +33,9 @@ from amp_fx.numerics.shadow import (
     facts_of,
     is_tracked,
 )
-from amp_fx.numerics.state import random_state
 from amp_fx.numerics.storages import address_of
 from amp_fx.numerics.suspects import OpGraph
+from amp_fx.random_states import random_state
 from amp_fx.torch_private import pytree
 from amp_fx.torch_private.modes import DisableTorchFunction
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import random
-import sys
 from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AccuracyError
 from amp_fx.explanation.running import leaf_tensors
 from amp_fx.numerics.shadow import below_everything, is_wrapped
 from amp_fx.numerics.storages import Marks, address_of
+from amp_fx.random_states import random_states
 from amp_fx.torch_private.fake_tensors import FakeTensor
 
 if TYPE_CHECKING:
@@ -140,17 +140,23 @@ class StateGuard:
 
 
 class SavedAttributes:
-    """The attributes of an object, with the contents of dictionaries and lists among them."""
+    """The attributes of an object, with the contents of dictionaries and lists among them.
+
+    Tensors among these keep their memory, which programs can exchange (``weight.data = ...``).
+    """
 
     def __init__(self, owner: Any) -> None:
         self._owner, self._class = owner, type(owner)
         self._contents: dict[int, tuple[Any, Any]] = {}
+        self._memory: list[tuple[torch.Tensor, torch.Tensor]] = []
         pending: list[Any] = [vars(owner)]
         while pending:
             container = pending.pop()
             if id(container) not in self._contents:
+                members = _members(container)
                 self._contents[id(container)] = container, container.copy()
-                pending += [v for v in _members(container) if type(v) in _CONTAINERS]
+                self._memory += [(v, v.data) for v in members if _has_plain_memory(v)]
+                pending += [v for v in members if type(v) in _CONTAINERS]
 
     def restore(self) -> None:
         """Restores changed containers in place."""
@@ -161,6 +167,21 @@ class SavedAttributes:
                 container.clear()
                 fill = container.update if isinstance(container, dict) else container.extend
                 fill(before)
+        for tensor, before in self._memory:
+            if _where(tensor) != _where(before):
+                tensor.data = before
+
+
+def _has_plain_memory(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or isinstance(value, FakeTensor) or is_lazy(value):
+        return False
+    return value.layout is torch.strided and not is_wrapped(value)
+
+
+def _where(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns what two tensors share if they are the same elements in memory."""
+    layout = tensor.dtype, tensor.shape, tensor.stride()
+    return (tensor.device, tensor.data_ptr(), *layout)
 
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list)
@@ -177,34 +198,6 @@ def parameters_of(*optimizers: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-def random_state(device: torch.device) -> Callable[[], None]:
-    """Saves the random state of a device; returns a function that restores it."""
-    if device.type == "cpu":
-        return functools.partial(torch.set_rng_state, torch.get_rng_state())
-    module = getattr(torch, device.type)
-    return functools.partial(module.set_rng_state, module.get_rng_state(device), device)
-
-
-def random_states() -> Callable[[], None]:
-    """Saves the random states of torch, NumPy and Python; returns a function that restores them."""
-    devices = [torch.device("cpu")]
-    for kind in ("cuda", "xpu"):
-        module = getattr(torch, kind)
-        count = module.device_count() if module.is_available() else 0
-        devices += [torch.device(kind, index) for index in range(count)]
-    states = [random_state(device) for device in devices]
-    states.append(functools.partial(random.setstate, random.getstate()))
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        states.append(functools.partial(numpy.random.set_state, numpy.random.get_state()))
-
-    def restore() -> None:
-        for each in states:
-            each()
-
-    return restore
-
-
 @contextlib.contextmanager
 def undisturbed(guard: StateGuard, *, is_eager: bool = True) -> Iterator[Callable[[], None]]:
     """Context manager that restores the state and the random numbers at the end.
@@ -212,7 +205,7 @@ def undisturbed(guard: StateGuard, *, is_eager: bool = True) -> Iterator[Callabl
     Yields a function that restores the random numbers at once. With ``is_eager``, compiled code
     runs eagerly, so that each op is observed and Dynamo compiles nothing.
     """
-    rewind = random_states()
+    rewind = random_states("cuda", "xpu")
     try:
         with torch.compiler.set_stance("force_eager" if is_eager else "default"):
             yield rewind

@@ -18,8 +18,8 @@ from amp_fx.errors import AmpFxError, CompileTargetError, OptionError
 from amp_fx.explanation.running import leaf_tensors
 from amp_fx.numerics.entry import asked_for, check_number, examine
 from amp_fx.numerics.records import number, share
-from amp_fx.numerics.state import random_states
 from amp_fx.numerics.trial import detached
+from amp_fx.random_states import random_states
 from amp_fx.torch_private.autograd import preserve_version_counters
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ class _WatchedStep:
 
     def __post_init__(self) -> None:
         self.before = detached(self.buffers)
-        self.rewind = random_states()
+        self.rewind = random_states("cuda", "xpu")
 
     def examined(
         self, examine_call: Callable[..., AccuracyReport], gradients: Sequence[torch.Tensor | None]
@@ -182,7 +182,7 @@ class _WatchedStep:
             pairs = [(t, g) for t, g in zip(outs, gradients, strict=False) if g is not None]
             return sum((t.float() * g.detach().float()).sum() for t, g in pairs)  # type: ignore[return-value]
 
-        after, restore_random_states = detached(self.buffers), random_states()
+        after, restore_random_states = detached(self.buffers), random_states("cuda", "xpu")
         with preserve_version_counters(tuple(self.buffers)):
             _copy(self.buffers, self.before)
             self.rewind()

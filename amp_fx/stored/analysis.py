@@ -26,6 +26,7 @@ from amp_fx.explanation.running import fake_stand_in, module_tensors, real_stand
 from amp_fx.graphs.casts import is_widening
 from amp_fx.graphs.values import storage_id, tensors_in
 from amp_fx.policies.calls import CAST
+from amp_fx.random_states import random_states_kept
 from amp_fx.torch_private import pytree
 from amp_fx.torch_private.autograd import is_functorch_wrapped_tensor
 from amp_fx.torch_private.fake_tensors import FakeTensor
@@ -404,7 +405,7 @@ def _eager_run(call: Call, stand_in: StandIn, *, has_gradients: bool) -> tuple[R
     reads, queries = Reads(weights), DtypeQueries(weights)
     fake_mode = stand_in.fake_mode or contextlib.nullcontext()
     gradients = torch.enable_grad() if has_gradients else torch.no_grad()
-    with torch.random.fork_rng(devices=()), fake_mode, call.region(), gradients, reads, queries:
+    with random_states_kept(), fake_mode, call.region(), gradients, reads, queries:
         try:
             reads.record_outputs(stand_in.program(*stand_in.args, **stand_in.kwargs))
         except NEEDS_NUMBERS:

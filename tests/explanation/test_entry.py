@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 import threading
 import traceback
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import fx, nn
@@ -354,6 +356,28 @@ def test_a_run_that_fails_leaves_the_state_of_the_thread() -> None:
     assert torch.is_grad_enabled()
     with torch.autograd.graph.save_on_cpu():
         assert torch.ones(2, requires_grad=True).exp().requires_grad
+
+
+@pytest.mark.parametrize("reads_numbers", [False, True])
+def test_random_states_are_left_alone(reads_numbers: bool) -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        depth = random.uniform(0, 1) + float(np.random.rand())
+        x = torch.dropout(x @ x, 0.5, True) * depth
+        return x if not reads_numbers or x.sum().item() > 0 else -x
+
+    def drawn() -> list[float]:
+        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+    def seed() -> None:
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+
+    seed()
+    expected = drawn()
+    seed()
+    amp_fx.explain(program)(torch.eye(4))
+    assert drawn() == expected
 
 
 def test_a_fallback_and_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:

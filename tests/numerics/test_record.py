@@ -234,6 +234,25 @@ def test_state_is_left_alone(compiler: str | None, fails: bool) -> None:
     assert torch.equal(random, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("tool", [amp_fx.record, amp_fx.accuracy, amp_fx.audit])
+def test_weights_get_their_memory_back(tool: Callable[..., Any]) -> None:
+    linear = nn.Linear(16, 16)
+    rows = linear.weight.detach()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = linear(x).square().mean()
+        torch.autograd.backward(loss)
+        linear.weight.data = linear.weight.data * 0.5
+        linear.bias.data = linear.bias.data.double()
+        return loss.detach()
+
+    before = rows.clone()
+    tool(step)(x())
+    assert torch.equal(linear.weight, before)
+    assert linear.weight.data_ptr() == rows.data_ptr()
+    assert linear.bias.dtype is torch.float32
+
+
 def test_the_command_and_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [str(tmp_path / name) for name in ("a.trace", "b.trace")]
     for path, off in zip(paths, (None, 1), strict=True):
