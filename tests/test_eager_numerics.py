@@ -50,23 +50,50 @@ INFERENCE = {
 }
 """By case, why it has other bits."""
 FAST = {
-    *("activation_checkpoint", "aliasing_outputs", "autograd_function"),
+    "activation_checkpoint",
+    "aliasing_outputs",
+    "autograd_function",
     "autograd_function_in_float32_shares_a_weight_with_its_surroundings",
-    *("autograd_function_in_float32", "backward_inside_the_region", "branch_on_autocast_state"),
-    *("checkpoint_shares_a_weight_with_its_surroundings", "complex_numbers", "cond"),
-    *("decoder_only_with_tied_weights_and_loss", "disabled_function", "embedding_bag"),
-    *("frozen_weight_in_regions_of_two_dtypes", "graph_break_in_a_loop"),
-    *("graph_break_in_the_middle", "grid_of_a_constant_transform", "gru", "input_written_to"),
-    *("lstm", "nested_disabled_region", "nested_region_without_cache", "normalisations"),
-    *("parameter_returned", "region_as_decorator", "region_without_cache", "vmap"),
+    "autograd_function_in_float32",
+    "backward_inside_the_region",
+    "branch_on_autocast_state",
+    "checkpoint_shares_a_weight_with_its_surroundings",
+    "complex_numbers",
+    "cond",
+    "decoder_only_with_tied_weights_and_loss",
+    "disabled_function",
+    "embedding_bag",
+    "frozen_weight_in_regions_of_two_dtypes",
+    "graph_break_in_a_loop",
+    "graph_break_in_the_middle",
+    "grid_of_a_constant_transform",
+    "gru",
+    "input_written_to",
+    "lstm",
+    "nested_disabled_region",
+    "nested_region_without_cache",
+    "normalisations",
+    "parameter_returned",
+    "region_as_decorator",
+    "region_without_cache",
+    "vmap",
     "weight_written_in_a_no_grad_region",
     "autograd_function_shares_a_weight_with_its_surroundings",
 }
 """A third of the cases, those that compile quickly: they are not slow in training."""
 FAST_IN_INFERENCE = {
-    *("aliasing_outputs", "autograd_function_in_float32", "complex_numbers", "cond", "gru"),
-    *("decoder_only_with_tied_weights_and_loss", "embedding_bag", "input_written_to"),
-    *("graph_break_in_the_middle", "nested_disabled_region", "normalisations", "vmap"),
+    "aliasing_outputs",
+    "autograd_function_in_float32",
+    "complex_numbers",
+    "cond",
+    "gru",
+    "decoder_only_with_tied_weights_and_loss",
+    "embedding_bag",
+    "input_written_to",
+    "graph_break_in_the_middle",
+    "nested_disabled_region",
+    "normalisations",
+    "vmap",
 }
 
 
@@ -234,7 +261,12 @@ def test_an_unknown_mode_is_refused() -> None:
 
 
 ACTIVATIONS: tuple[Callable[..., Any], ...] = (
-    *(nn.ELU(), nn.Hardsigmoid(), nn.Hardswish(), nn.Hardtanh(), nn.Softplus(), torch.logit),
+    nn.ELU(),
+    nn.Hardsigmoid(),
+    nn.Hardswish(),
+    nn.Hardtanh(),
+    nn.Softplus(),
+    torch.logit,
 )
 
 
@@ -258,7 +290,10 @@ def test_gradients_of_other_strides_than_their_inputs() -> None:
 def test_results_of_other_strides_than_their_inputs() -> None:
     norm = nn.BatchNorm2d(8).eval()
     ops: tuple[Callable[..., Any], ...] = (
-        *(norm, functional.logsigmoid, functional.glu, functional.leaky_relu),
+        norm,
+        functional.logsigmoid,
+        functional.glu,
+        functional.leaky_relu,
         lambda x: functional.batch_norm(x, None, None, training=True),
         lambda x: functional.layer_norm(x, (6,)),
         lambda x: functional.threshold(x, 0.1, 0.2),

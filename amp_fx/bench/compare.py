@@ -392,8 +392,12 @@ def _roof_figures(
 
 
 _PAIRS = (
-    *((NATIVE, AMP_FX), (NATIVE, UNCACHED), (NATIVE_FROZEN, AMP_FX), (LIMIT_FROZEN, AMP_FX)),
-    *((NATIVE, LEAN), (LIMIT, LEAN)),
+    (NATIVE, AMP_FX),
+    (NATIVE, UNCACHED),
+    (NATIVE_FROZEN, AMP_FX),
+    (LIMIT_FROZEN, AMP_FX),
+    (NATIVE, LEAN),
+    (LIMIT, LEAN),
 )
 """Pairs of contenders whose ratios are shown: the main result, and the effect of single options."""
 

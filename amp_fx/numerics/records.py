@@ -88,7 +88,13 @@ class OpRecord(Measures):
     """
 
     computed = (
-        *("local", "accumulated", "effect_rms", "norm", "amplification", "underflow", "headroom"),
+        "local",
+        "accumulated",
+        "effect_rms",
+        "norm",
+        "amplification",
+        "underflow",
+        "headroom",
         "sqnr",
     )
     omitted = ("local_sq", "local_ref_sq", "error_sq", "shadow_sq", "effect_sq")

@@ -92,7 +92,12 @@ def _table(report: AccuracyReport, rows: list[list[OpRecord]]) -> Table:
     folded = ("stage", "module", "op")
     table = new_table(
         *folded,
-        *("count", "in", "local", "accum.", "of loss", "range"),
+        "count",
+        "in",
+        "local",
+        "accum.",
+        "of loss",
+        "range",
         folded=folded,
         right=("count",),
     )

@@ -248,18 +248,44 @@ _EMPTY = tuple(
 MOVES = frozenset(
     f"aten::{name}"
     for name in (
-        *("clone", "_unsafe_view", "unsafe_split", "cat", "stack", "gather", "index"),
-        *("index_select",),
-        *("embedding", "where", "masked_fill", "relu", "threshold", "neg", "abs", "flip", "roll"),
-        *("constant_pad_nd", "repeat", "max_pool2d_with_indices", "sort", "topk", "max", "min"),
+        "clone",
+        "_unsafe_view",
+        "unsafe_split",
+        "cat",
+        "stack",
+        "gather",
+        "index",
+        "index_select",
+        "embedding",
+        "where",
+        "masked_fill",
+        "relu",
+        "threshold",
+        "neg",
+        "abs",
+        "flip",
+        "roll",
+        "constant_pad_nd",
+        "repeat",
+        "max_pool2d_with_indices",
+        "sort",
+        "topk",
+        "max",
+        "min",
     )
 )
 """Ops that do not round: they move and choose elements."""
 
 
 _SAVING = (
-    *("aten::native_", "aten::_native_", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"),
-    *("aten::_scaled_dot_product_", "aten::_fused_rms_norm", "aten::_flash_", "aten::_efficient_"),
+    "aten::native_",
+    "aten::_native_",
+    "aten::cudnn_batch_norm",
+    "aten::miopen_batch_norm",
+    "aten::_scaled_dot_product_",
+    "aten::_fused_rms_norm",
+    "aten::_flash_",
+    "aten::_efficient_",
 )
 """Prefixes of ops whose results after the first are only saved for the backward."""
 

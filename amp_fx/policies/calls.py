@@ -178,8 +178,10 @@ def promoted_dtype(
 
 
 _LOWERING = (
-    *(CastPolicy.LOWER_PRECISION_FP, CastPolicy.DEMOTE),
-    *(CastPolicy.FLOAT8, CastPolicy.LOWER_PRECISION_WIDE),
+    CastPolicy.LOWER_PRECISION_FP,
+    CastPolicy.DEMOTE,
+    CastPolicy.FLOAT8,
+    CastPolicy.LOWER_PRECISION_WIDE,
 )
 
 

@@ -193,8 +193,16 @@ def _in_float32(tensor: torch.Tensor, low_dtype: torch.dtype | None) -> torch.Te
 
 
 _KERNELS = (
-    *(_float32_product, _product, product_of_terms, terms, _in_float32),
-    *(is_dtensor, round_to, rounded, apply_in_op, below_transform),
+    _float32_product,
+    _product,
+    product_of_terms,
+    terms,
+    _in_float32,
+    is_dtensor,
+    round_to,
+    rounded,
+    apply_in_op,
+    below_transform,
 )
 
 

@@ -31,8 +31,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _KEYS = (
-    *("format", "name", "base", "devices", "dtype", "float8", "rules"),
-    *("tables", "ops", "modules", "args"),
+    "format",
+    "name",
+    "base",
+    "devices",
+    "dtype",
+    "float8",
+    "rules",
+    "tables",
+    "ops",
+    "modules",
+    "args",
 )
 
 

@@ -45,7 +45,9 @@ def test_ops_casts_and_reasons(program: ExportedProgram) -> None:
     ops = {node.op: node for node in found.nodes if node.kind == "op"}
     linear, last = (n for n in found.nodes if n.op == "aten.linear")
     assert (linear.module, linear.dtype, linear.decisions[0].policy) == (
-        *("first", "bfloat16", "lower_precision_fp"),
+        "first",
+        "bfloat16",
+        "lower_precision_fp",
     )
     assert (last.module, last.dtype, last.origin) == ("last", "float32", "region")
     assert (ops["aten.relu"].origin, ops["aten.prod.dim_int"].dtype) == ("unlisted", "float32")

@@ -29,8 +29,14 @@ MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
     ),
     "other_norms": (
         lambda: nn.Sequential(
-            *(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.GroupNorm(2, 8)),
-            *(nn.InstanceNorm2d(8, affine=True), nn.Flatten(), nn.RMSNorm(288), nn.Linear(288, 8)),
+            nn.Conv2d(3, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.GroupNorm(2, 8),
+            nn.InstanceNorm2d(8, affine=True),
+            nn.Flatten(),
+            nn.RMSNorm(288),
+            nn.Linear(288, 8),
         ),
         (2, 3, 8, 8),
     ),

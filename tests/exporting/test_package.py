@@ -85,11 +85,19 @@ def test_the_program_in_cpp_gives_the_numbers(
     include, libraries = (Path(torch.__file__).parent / name for name in ("include", "lib"))
     binary = tmp_path / "run_package"
     command = [
-        *("g++", "-std=c++20", f"-isystem{include}"),
+        "g++",
+        "-std=c++20",
+        f"-isystem{include}",
         f"-isystem{include / 'torch' / 'csrc' / 'api' / 'include'}",
         str(ROOT / "docs" / "examples" / "run_package.cpp"),
-        *(f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-Wl,--no-as-needed"),
-        *("-ltorch", "-ltorch_cpu", "-lc10", "-o", str(binary)),
+        f"-L{libraries}",
+        f"-Wl,-rpath,{libraries}",
+        "-Wl,--no-as-needed",
+        "-ltorch",
+        "-ltorch_cpu",
+        "-lc10",
+        "-o",
+        str(binary),
     ]
     subprocess.run(command, check=True)
     done = subprocess.run(

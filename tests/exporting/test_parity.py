@@ -15,10 +15,21 @@ from tests.parity.oracle import LOW_DTYPES, Subject, Way
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 QUICK = (
-    *("normalisations", "mixture_of_experts", "lstm", "resnet_and_its_running_stats", "cond"),
-    *("in_place_ops", "buffers_written_to", "autograd_function_in_float32", "tied_weights"),
-    *("nested_disabled_region", "transformer_encoder_eval", "multihead_attention"),
-    *("branch_on_autocast_state", "dtype_dependent_python", "aliasing_outputs"),
+    "normalisations",
+    "mixture_of_experts",
+    "lstm",
+    "resnet_and_its_running_stats",
+    "cond",
+    "in_place_ops",
+    "buffers_written_to",
+    "autograd_function_in_float32",
+    "tied_weights",
+    "nested_disabled_region",
+    "transformer_encoder_eval",
+    "multihead_attention",
+    "branch_on_autocast_state",
+    "dtype_dependent_python",
+    "aliasing_outputs",
 )
 
 TRAINS = "weights_updated_between_calls"

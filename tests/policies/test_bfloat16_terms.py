@@ -78,8 +78,18 @@ def test_any_shape_scale_and_number(
 
 
 ENDS = (
-    *(0.0, torch.inf, -torch.inf, torch.nan, 2.0**-149, -(2.0**-140), 2.0**-126, 1.0, -1e10),
-    *(torch.finfo(torch.float32).max, -3.3999e38, 1.9999999 * 2.0**63),
+    0.0,
+    torch.inf,
+    -torch.inf,
+    torch.nan,
+    2.0**-149,
+    -(2.0**-140),
+    2.0**-126,
+    1.0,
+    -1e10,
+    torch.finfo(torch.float32).max,
+    -3.3999e38,
+    1.9999999 * 2.0**63,
 )
 
 

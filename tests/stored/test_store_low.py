@@ -63,8 +63,11 @@ def stored_names(report: amp_fx.StorageReport) -> set[str]:
 
 
 NAMES = (
-    *("unet", "lstm_cell", "transformer_encoder_eval"),
-    *("decoder_only_with_tied_weights_and_loss", "dynamic_decoder"),
+    "unet",
+    "lstm_cell",
+    "transformer_encoder_eval",
+    "decoder_only_with_tied_weights_and_loss",
+    "dynamic_decoder",
 )
 
 

@@ -25,9 +25,21 @@ COMPARISONS = frozenset(("gt", "ge", "lt", "le", "eq", "ne"))
 
 ROUTES = frozenset(
     (
-        *("index", "index_select", "index_put", "index_add", "index_copy", "gather", "take"),
-        *("scatter", "scatter_add", "scatter_reduce", "embedding", "masked_select"),
-        *("masked_scatter", "repeat_interleave", "_grouped_mm"),
+        "index",
+        "index_select",
+        "index_put",
+        "index_add",
+        "index_copy",
+        "gather",
+        "take",
+        "scatter",
+        "scatter_add",
+        "scatter_reduce",
+        "embedding",
+        "masked_select",
+        "masked_scatter",
+        "repeat_interleave",
+        "_grouped_mm",
     )
 )
 """Ops that move data according to indices or masks."""

@@ -125,10 +125,17 @@ class _Audit:
         updates, roundings = UpdateRule(mode), Roundings()
         losses = LossRule(roundings)
         mode.rules += [
-            *(losses, ChoiceRule(roundings), UpcastRule(roundings), IntegerRule(), roundings),
-            *(GradientRule(mode, weights), CollectiveRule(mode)),
-            *(RegionRule(mode), LowWeightRule(mode, parameters_of(*self.optimizers) or weights)),
-            *(updates, ScalerRule(mode, self.scalers)),
+            losses,
+            ChoiceRule(roundings),
+            UpcastRule(roundings),
+            IntegerRule(),
+            roundings,
+            GradientRule(mode, weights),
+            CollectiveRule(mode),
+            RegionRule(mode),
+            LowWeightRule(mode, parameters_of(*self.optimizers) or weights),
+            updates,
+            ScalerRule(mode, self.scalers),
         ]
         mode.notes.on_backward = losses.see_root
         hooks = contextlib.nullcontext() if not counts_saved else _saved_by(mode)

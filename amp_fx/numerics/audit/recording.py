@@ -93,17 +93,41 @@ def is_below_float32(dtype: torch.dtype) -> bool:
 
 REDUCTIONS = frozenset(
     (
-        *("sum", "mean", "var", "var_mean", "std", "std_mean", "norm", "linalg_vector_norm"),
-        *("logsumexp", "prod", "cumsum", "cumprod", "_softmax", "_log_softmax"),
-        *("native_layer_norm", "native_group_norm", "native_batch_norm", "_fused_rms_norm"),
-        *("_native_batch_norm_legit", "nll_loss_forward", "nll_loss2d_forward", "mse_loss"),
+        "sum",
+        "mean",
+        "var",
+        "var_mean",
+        "std",
+        "std_mean",
+        "norm",
+        "linalg_vector_norm",
+        "logsumexp",
+        "prod",
+        "cumsum",
+        "cumprod",
+        "_softmax",
+        "_log_softmax",
+        "native_layer_norm",
+        "native_group_norm",
+        "native_batch_norm",
+        "_fused_rms_norm",
+        "_native_batch_norm_legit",
+        "nll_loss_forward",
+        "nll_loss2d_forward",
+        "mse_loss",
     )
 )
 """The ops that the table counts as reductions."""
 
 KINDS = (
-    *("parameters", "buffers", "gradients", "optimizer states", "saved activations"),
-    *("products", "reductions", "collectives"),
+    "parameters",
+    "buffers",
+    "gradients",
+    "optimizer states",
+    "saved activations",
+    "products",
+    "reductions",
+    "collectives",
 )
 """What a step is counted by, in the order of the report."""
 

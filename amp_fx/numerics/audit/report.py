@@ -155,7 +155,12 @@ class AuditReport(Report):
         lines = [Text.assemble((self.model, "bold"), head)]
         lines += [Text(f"{place}. {each}") for place, each in enumerate(self.findings, 1)]
         table = new_table(
-            *("what", "dtype", "x", "bytes", "flops", "modules"),
+            "what",
+            "dtype",
+            "x",
+            "bytes",
+            "flops",
+            "modules",
             folded=("modules",),
             right=("x", "bytes", "flops"),
         )

@@ -33,14 +33,27 @@ CASTS = frozenset(
 
 NORMS = frozenset(
     (
-        *("layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm", "normalize"),
-        *("norm", "linalg_norm", "linalg_vector_norm", "cosine_similarity"),
+        "layer_norm",
+        "group_norm",
+        "batch_norm",
+        "instance_norm",
+        "rms_norm",
+        "normalize",
+        "norm",
+        "linalg_norm",
+        "linalg_vector_norm",
+        "cosine_similarity",
     )
 )
 LOSSES = frozenset(
     (
-        *("cross_entropy", "log_softmax", "logsumexp", "kl_div", "logsigmoid"),
-        *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+        "cross_entropy",
+        "log_softmax",
+        "logsumexp",
+        "kl_div",
+        "logsigmoid",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
     )
 )
 """Functions of losses whose names do not end in ``_loss``."""
