@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import hypothesis  # noqa: F401 - it warns if its plugins are imported when objects are frozen
@@ -16,6 +17,20 @@ from amp_fx.devices import wide_products
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by mark
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks as slow what ``one_in`` leaves to ``make slow``."""
+    num_cases: Counter[str] = Counter()
+    for item in items:
+        sampled = item.get_closest_marker("one_in")
+        if sampled is None or item.get_closest_marker("slow") is not None:
+            continue
+        test = item.nodeid.partition("[")[0]
+        if num_cases[test] % sampled.args[0]:
+            item.add_marker(pytest.mark.slow)
+        num_cases[test] += 1
 
 
 def pytest_collection_finish() -> None:

@@ -171,6 +171,7 @@ def test_the_backward_of_a_custom_op(is_inside: bool) -> None:
     assert_same(actual, expected)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize(
     "program",
@@ -212,6 +213,7 @@ MODES: dict[str, tuple[Any, Any]] = {
 """Regions of the forward and of the whole step."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("compiler", "mode"),
     [

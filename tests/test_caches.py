@@ -113,6 +113,7 @@ def test_native_code_under_a_policy_is_not_taken_for_that_of_another(
         assert done.stdout.strip() == dtype, done.stderr
 
 
+@pytest.mark.slow
 def test_second_process_hits_and_other_decisions_miss(tmp_path: Path) -> None:
     first = run(tmp_path, "plain bfloat16", "island bfloat16")
     assert first == {"plain bfloat16": MISS, "island bfloat16": MISS}

@@ -84,6 +84,7 @@ def test_each_snippet_that_is_about_inductor_runs_alone(tmp_path: Path) -> None:
     run_pages(tmp_path, WITH_INDUCTOR, "--inductor")
 
 
+@pytest.mark.slow
 def test_each_snippet_of_the_documentation_runs_alone_and_prints_what_is_shown(
     tmp_path: Path,
 ) -> None:
@@ -93,6 +94,7 @@ def test_each_snippet_of_the_documentation_runs_alone_and_prints_what_is_shown(
     run_pages(tmp_path, pages)
 
 
+@pytest.mark.slow
 def test_commands_run(tmp_path: Path) -> None:
     """In one process: each would spend most of its time with importing torch."""
     shown = "".join(text for page in PAGES for text in fenced(page, "sh")).replace("\\\n", "")
@@ -335,6 +337,7 @@ return [...document.querySelectorAll("article *")]
 """Elements that reach beyond the window, where nothing scrolls to them."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("chromedriver"), reason="needs chromium and chromium-driver")
 @pytest.mark.parametrize("width", [400, 1280])
 def test_pages_are_no_wider_than_the_window(site: Path, tmp_path: Path, width: int) -> None:

@@ -146,11 +146,13 @@ def check(name: str, context: Callable[[], Any], *, differentiate: bool) -> None
     assert found is None, found
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", cases(TRAINING | INFERENCE, FAST))
 def test_training_has_the_bits_of_eager_code(name: str) -> None:
     check(name, contextlib.nullcontext, differentiate=True)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", cases(INFERENCE, FAST_IN_INFERENCE))
 def test_inference_has_the_bits_of_eager_code(name: str) -> None:
     check(name, torch.no_grad, differentiate=False)

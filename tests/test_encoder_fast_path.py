@@ -55,6 +55,7 @@ def model_and_input(name: str) -> tuple[nn.Module, torch.Tensor]:
     return subject.program, subject.args[0]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("way", Way)
 @pytest.mark.parametrize("name", CASES)
 def test_bits_of_eager_autocast(name: str, way: Way) -> None:
@@ -62,6 +63,7 @@ def test_bits_of_eager_autocast(name: str, way: Way) -> None:
         assert oracle.check(lambda: program(name), way, torch.bfloat16) is None
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "compiler"),
     [
@@ -80,6 +82,7 @@ def test_each_compiler_has_the_bits(name: str, compiler: str) -> None:
     assert torch.equal(result, expected)
 
 
+@pytest.mark.one_in(2)
 @needs.CPP_COMPILER
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["relu", "padded and causal"])

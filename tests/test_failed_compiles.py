@@ -156,6 +156,7 @@ def assert_clean_wherever_it_fails(run: Callable[[], None], error: type[BaseExce
     assert num_traced > 10
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.falls_back
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ class Net(nn.Module):
         return self.program(self.layer, x)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_explain_shows_the_product_or_the_op_that_it_is_in(name: str) -> None:
     explanation = amp_fx.explain(Net(PROGRAMS[name]))(torch.randn(4, 3, 8))

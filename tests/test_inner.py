@@ -68,6 +68,7 @@ assert not has_cpp_compiler()
 """
 
 
+@pytest.mark.slow
 def test_missing_compiler_is_noticed(tmp_path: Path) -> None:
     """Relies on ``torch._inductor.cpp_builder.get_cpp_compiler`` raising."""
     env = os.environ | {"CXX": str(tmp_path / "none"), "PATH": str(tmp_path)}

@@ -134,6 +134,7 @@ def test_a_run_leaves_no_noise_and_a_second_one_changes_nothing(tmp_path: Path) 
     assert path.read_bytes() == first
 
 
+@pytest.mark.slow
 @can_run
 def test_a_check_finds_what_was_changed_and_writes_nothing(tmp_path: Path) -> None:
     path = write(tmp_path, "changed", "print(1)", "2")

@@ -79,6 +79,7 @@ def test_wheel_holds_every_file(wheel: Path) -> None:
     assert {name for name in names if ".dist-info/" not in name} == _files_in_tree()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wheel", ["text"], indirect=True)
 def test_wheel_imports_from_another_folder(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "target"

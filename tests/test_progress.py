@@ -8,15 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 import amp_fx
 from amp_fx import progress
-
-if TYPE_CHECKING:
-    import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -76,6 +73,7 @@ def on_terminal(script: str) -> str:
     return found.decode()
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_line_for_every_call_and_loses_it_again() -> None:
     found = on_terminal(BEGIN + EXPLAIN + TOOLS)
     for line in LINES.splitlines():
@@ -85,6 +83,7 @@ def test_a_terminal_gets_a_line_for_every_call_and_loses_it_again() -> None:
     assert found.rindex("\x1b[?25h") > found.rindex("\x1b[?25l"), "the cursor is hidden"
 
 
+@pytest.mark.slow
 def test_can_be_turned_off() -> None:
     assert "amp_fx (" not in on_terminal(BEGIN + SWITCHED_OFF)
 

@@ -201,12 +201,14 @@ def check(name: str, mode: str, num_steps: int, *, compiler: str, **options: Any
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_losses_and_weights_are_those_of_eager_autocast(compiler: str, mode: str) -> None:
     check("plain", mode, 4, compiler=compiler)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [name for name in STEPS if name != "plain"])
 def test_kinds_of_steps(name: str) -> None:
     check(name, "inside", 4, compiler="aot_eager")

@@ -186,6 +186,7 @@ def test_casts_have_a_share_of_each_training_step() -> None:
     assert shares[4] == pytest.approx(16 * shares[3])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "case", [*MODELS, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_MODELS)]
 )
@@ -285,6 +286,7 @@ IN_TORCH = dataclasses.replace(BY_NAME["float32"], name="other", package="torch"
 MISSING = dataclasses.replace(BY_NAME[ZENTORCH], package="no_such_package")
 
 
+@pytest.mark.slow
 def test_another_process_computes_the_same_and_times_itself() -> None:
     workload = Workload("w", functools.partial(MLP, 8, 2), (torch.randn(2, 8),))
     contenders = [BY_NAME["float32"], IN_TORCH, MISSING]
@@ -477,6 +479,7 @@ def test_prepared_contenders_share_no_code_and_no_weights() -> None:
     assert len(codes) == len(TRAINED)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "is_trained", "caches"),
     [

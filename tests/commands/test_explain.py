@@ -33,6 +33,7 @@ def test_a_gpu_keeps_casts_in_training(capsys: pytest.CaptureFixture[str]) -> No
     assert "4 kept" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_json_of_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--input-shape", "2,16:int64", "--meta", "--device", "cuda", "--json"]
     assert main(["explain", f"{TARGETS}:gpt", *arguments]) == 0

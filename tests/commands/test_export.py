@@ -38,6 +38,7 @@ def test_a_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.testing.assert_close(program.module()(x), expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("onnxruntime") is None, reason="needs onnxruntime")
 @pytest.mark.skipif(importlib.util.find_spec("onnxscript") is None, reason="needs onnxscript")
 def test_onnx(tmp_path: Path) -> None:

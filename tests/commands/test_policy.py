@@ -130,6 +130,7 @@ def test_an_unknown_device_lists_those_there_are(capsys: pytest.CaptureFixture[s
     assert all(device_type in capsys.readouterr().err for device_type in [*DEVICES][:1])
 
 
+@pytest.mark.slow
 def test_check_names_drift_and_exits_with_1() -> None:
     code, out = in_new_process("--check", "--preset", "ipex", "--device", "cpu")
     assert code == 1
@@ -155,6 +156,7 @@ def test_devices_that_torch_registers_nothing_for_are_left_out() -> None:
     assert not differences(Policy("empty", {}).with_device("privateuseone"), ["privateuseone"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=shlex.join)
 def test_every_example_of_the_help_text_runs(
     command: list[str], capsys: pytest.CaptureFixture[str]

@@ -68,6 +68,7 @@ def compiled_casts(
     return len(casts), len(weight_cache.stats().values)
 
 
+@pytest.mark.one_in(3)
 @needs.HOOK
 @pytest.mark.parametrize("name", COUNTED)
 @pytest.mark.parametrize("is_training", [True, False])

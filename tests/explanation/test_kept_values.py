@@ -76,6 +76,7 @@ def explained(model: nn.Module, x: torch.Tensor, options: Mapping[str, Any]) -> 
     return found
 
 
+@pytest.mark.one_in(2)
 @needs.FROZEN_GRAPHS
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_is_kept_is_explained(name: str) -> None:
@@ -93,6 +94,7 @@ def test_what_is_kept_is_explained(name: str) -> None:
     assert explanation.totals.value_bytes == sum(num_bytes for _, _, num_bytes in kept)
 
 
+@pytest.mark.one_in(3)
 @needs.HOOK
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if not PROGRAMS[name][2]])
 @pytest.mark.parametrize("has_gradients", [True, False])

@@ -96,6 +96,7 @@ def ops(program: Callable[..., Any], policy: Policy | None = None) -> list[NodeR
     return [node for node in found.nodes if node.kind == "op"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("way", WAYS)
 @given(net=NETS)
 @example(net=Net({"a[0]": nn.Linear(2, 2), "it's": Net({"fn": nn.Linear(2, 2)})}))

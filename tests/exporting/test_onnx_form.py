@@ -52,6 +52,7 @@ def _no_fast_path() -> Any:
     torch.backends.mha.set_fastpath_enabled(True)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", MODELS)
 def test_onnxruntime_gives_the_numbers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ assert not any(name.split(".")[0] == "amp_fx" for name in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_files_are_loaded_by_torch_alone(packaged: tuple[Path, Path, Tensor]) -> None:
     package, saved, expected = packaged
     command = [sys.executable, "-W", "ignore", "-c", ALONE, str(package), str(saved)]

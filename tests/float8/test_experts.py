@@ -157,6 +157,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("how", ["aot_eager", "region"])
 @pytest.mark.parametrize("is_turned", [False, True])
 @pytest.mark.parametrize("op", ["bmm", "baddbmm", "matmul"])

@@ -68,6 +68,7 @@ def _backward(y: torch.Tensor) -> None:
     y.sum().backward()  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("compiler", "recipe"), [*itertools.product(["aot_eager"], RECIPES), ("inductor", "rowwise")]
 )
@@ -96,6 +97,7 @@ def test_one_quantization_per_weight_layout_and_update(
     assert not any(e.spec.is_alias for w in net.parameters() for e in STORE.of_weight(w))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("fill", [0.0, float("nan")])
 @pytest.mark.parametrize("has_rows_of_outputs", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -163,6 +165,7 @@ def test_bytes_are_counted() -> None:
     assert weight_cache.stats().bytes >= 2 * (SIZE * SIZE + 4 * SIZE)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("is_trained", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("write", sorted({*(names[0] for names in SIGNALS.values()), *TURNED}))
@@ -184,6 +187,7 @@ def test_every_signal_of_a_write_is_seen(write: str, compiler: str, is_trained: 
             step(i)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("compiler", "recipe"),
     [*itertools.product(["aot_eager"], RECIPES), ("eager", "rowwise"), ("inductor", "rowwise")],

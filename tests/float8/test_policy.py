@@ -197,6 +197,7 @@ def test_dynamic_batches() -> None:
         model.zero_grad()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_a_batch_of_one(recipe: str) -> None:
     """One row turned is a column, which inductor lays out as it likes."""

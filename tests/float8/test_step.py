@@ -65,6 +65,7 @@ def trained(recipe: str, backend: str) -> list[torch.Tensor]:
     return found + [p.detach() for p in model.parameters()]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("backend", "recipe"), [*itertools.product(["eager"], RECIPES), ("inductor", "rowwise")]
 )
@@ -107,6 +108,7 @@ NUM_VALUES = {"tensorwise": 3, "rowwise": 5, "rowwise-gw-hp": 5}
 """Two layouts of three weights, but for the first; one scale serves both."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("write", ["data_mul_", "data_transposed", "foreach_copy_"])
 def test_writes_behind_a_step_are_seen(write: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.weights import nets

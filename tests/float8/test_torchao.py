@@ -131,6 +131,7 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.dtype == right.dtype and torch.equal(left, right)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", *INDUCTOR])
 def test_training_an_mlp(recipe: str, compiler: str) -> None:
     torch.manual_seed(0)
@@ -169,6 +170,7 @@ def test_eager_regions_have_the_same_numbers(recipe: str) -> None:
         assert _same(ours.grad, theirs.grad)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("fill", [0.0, float("nan")])
 def test_weights_and_inputs_of_zeros_and_nans(recipe: str, compiler: str, fill: float) -> None:

@@ -366,6 +366,7 @@ assert amp_fx.compile(lambda x: x @ x.t())(x).dtype == torch.bfloat16
 """
 
 
+@pytest.mark.slow
 def test_dynamo_switched_off_by_the_environment() -> None:
     environment = {**os.environ, "TORCHDYNAMO_DISABLE": "1"}
     subprocess.run([sys.executable, "-c", SWITCHED_OFF], env=environment, check=True)

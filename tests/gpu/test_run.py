@@ -13,6 +13,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from amp_fx.bench import report as bench_report
 from amp_fx.bench.compare import Comparison, Figure, Measured
 from amp_fx.bench.settings import Settings
@@ -26,8 +28,6 @@ from tests.traffic.totals import Totals
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 
 def program(name: str, text: str, *, seconds: int = 30, needs_cuda: bool = False) -> Part:
@@ -130,6 +130,7 @@ def test_figures_are_tables_in_the_report(tmp_path: Path) -> None:
     assert "| MLP | 3 | 3 | 3 | 3 | 3 | 3 | 7 | 7 | 7 | 7 | 7 | 7 | 1 | 1 | 1 | 1 |" in text
 
 
+@pytest.mark.slow
 def test_tests_that_parts_name_are_there() -> None:
     named = sorted({a for part in PARTS for a in part.arguments if "::" in a})
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-n0", *named]
@@ -155,6 +156,7 @@ def test_the_parts_fit_into_nine_minutes_and_name_what_is_there() -> None:
             assert all(path.exists() for path in paths), part.arguments
 
 
+@pytest.mark.slow
 def test_the_tree_needs_no_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process that finds it by the path alone, the backend has its name."""
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda **_: ())

@@ -146,6 +146,7 @@ CACHED: dict[str, Any] = {"compiler": "aot_eager", "weight_cache": "training"}
 BADS = (None, None, math.inf, None, math.nan, None)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "max_norm"), [*((name, MAX_NORM) for name in MAKERS), ("adamw", None)]
 )
@@ -167,6 +168,7 @@ def test_the_formulas_are_torchs_through_inductor() -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["adamw", "adam, decay", "sgd, nesterov", "groups"])
 def test_the_formulas_are_torchs_without_a_scaler(name: str) -> None:
     """Schedules compile nothing anew: there are two graphs, one for each pass."""

@@ -51,6 +51,7 @@ PROGRAMS: dict[str, tuple[Callable[..., torch.Tensor], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @torch.no_grad()
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("program", PROGRAMS)

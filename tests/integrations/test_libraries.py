@@ -54,6 +54,7 @@ def train_gpt(folder: Path, model: Any, callbacks: list[Any], **arguments: Any) 
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("arguments", [{"bf16": True}, {}], ids=["bfloat16", "float32"])
 def test_trainer(arguments: dict[str, Any], tmp_path: Path) -> None:
     model = gpt()
@@ -67,6 +68,7 @@ def test_trainer(arguments: dict[str, Any], tmp_path: Path) -> None:
     assert num_graphs() > before
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("weight_cache", "hits_per_value"),
     [pytest.param(True, 0, id="default"), pytest.param("training", 2, id="training")],
@@ -85,6 +87,7 @@ def test_trainer_caches_only_what_micro_batches_share(
     assert stats.hits - before.hits == hits_per_value * computed
 
 
+@pytest.mark.slow
 def test_trainer_makes_the_model_itself(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     callback = integrations.TrainerCallback(**EAGER)

@@ -147,6 +147,7 @@ def test_lora_is_merged_and_unmerged() -> None:
     equal(run(is_compiled=True), run(is_compiled=False))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generate_with_a_compiled_forward(cache: str | None) -> None:
     def run(*, is_compiled: bool) -> list[torch.Tensor]:

@@ -92,7 +92,7 @@ PARTS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from(sorted(PARTS)), min_size=2, max_size=5), st.integers(2, 9))
 def test_random_programs(names: list[str], size: int) -> None:
     torch.compiler.reset()
@@ -168,6 +168,7 @@ def test_packed_convolutions_were_not_measured() -> None:
     assert not [op for op in ops if "_reorder_" in op]
 
 
+@pytest.mark.slow
 def test_the_model_of_the_demo_and_a_control() -> None:
     assert rows_that_differ(decoder(), "invariant", "aot_eager") == 0
     assert rows_that_differ(decoder(), "eager", "aot_eager") > 0

@@ -76,6 +76,7 @@ def loss_and_grads(name: str, dtype: torch.dtype | None) -> tuple[float, list[Te
     return float(loss.detach()), list(torch.autograd.grad(loss, leaves, allow_unused=True))
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", PARITY)
 def test_both_programs_are_those_that_run_alone(name: str, dtype: torch.dtype) -> None:

@@ -32,6 +32,7 @@ def test_the_first_line_names_module_and_op_of_a_fault(name: str) -> None:
     assert first.file == __file__.replace("test_faults", "faults")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("model", ["gpt", "resnet"])
 def test_faults_inside_of_models(model: str, every: int) -> None:

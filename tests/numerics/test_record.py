@@ -202,6 +202,7 @@ def test_a_file_of_gpt2_is_small(tmp_path: Path) -> None:
     assert (tmp_path / "a.trace").stat().st_size < 5e6
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's, at a graph break
 @pytest.mark.parametrize("compiler", [None, "eager"])
 @pytest.mark.parametrize("fails", [False, True])

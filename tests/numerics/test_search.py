@@ -70,6 +70,7 @@ def test_three_faults_among_many_ops(seed: int, places: tuple[int, int]) -> None
         assert tried[tuple(n for n in names if n != name)] is False, "it was asked of each"
 
 
+@pytest.mark.slow
 def test_the_policy_goes_through_a_file_with_reasons(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net, inputs = Broken(), TinyGPT.inputs()

@@ -98,6 +98,7 @@ def _through_float8(value: torch.Tensor) -> torch.Tensor:
     return value.to(torch.float8_e5m2).to(value.dtype)
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("target", "how", "op", "module"),
     [
@@ -195,8 +196,9 @@ class Squares(nn.Module):
         return y
 
 
+@pytest.mark.slow
 @INDUCTOR
-@pytest.mark.parametrize("numerics", [pytest.param("eager", marks=pytest.mark.slow), "strict"])
+@pytest.mark.parametrize("numerics", ["eager", "strict"])
 def test_a_wrong_lowering_in_the_forward_is_found(numerics: str) -> None:
     aten = torch.ops.aten
     wrong = _wrong_in(lambda g: not _is_backward(g), aten.neg.default, aten.abs.default)
@@ -279,6 +281,7 @@ def test_what_autograd_does_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert (report.first.stage, report.first.module) == ("forward", "4")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("target", "how", "module"), [("gelu", "rounded", "1"), ("tanh", "other", "4")]
 )
@@ -397,6 +400,7 @@ def test_attributes_of_modules_are_put_back() -> None:
     assert model.calls == 0
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("is_function", [False, True])
 @pytest.mark.parametrize("way", ["torch", "amp_fx"])
 def test_options_are_those_of_what_is_given(way: str, is_function: bool) -> None:

@@ -182,7 +182,7 @@ def as_subject(plan: Plan) -> Subject:
 
 
 @settings(
-    max_examples=int(EXAMPLES or 30),
+    max_examples=int(EXAMPLES or 16),
     derandomize=EXAMPLES is None,
     database=None,
     deadline=None,

@@ -5,7 +5,10 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_eager_autocast_stays_as_it_was() -> None:
     command = [sys.executable, "-m", "tests.parity.replaced_kernels_program"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

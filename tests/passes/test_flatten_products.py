@@ -93,6 +93,7 @@ def attention() -> tuple[torch.nn.Module, torch.Tensor]:
     return encoder.eval(), torch.randn(3, 8, 48)
 
 
+@pytest.mark.one_in(2)
 @needs.CPP_COMPILER
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -108,6 +109,7 @@ def test_the_weights_of_attention_are_packed(dtype: torch.dtype) -> None:
     assert all(any("_reorder_linear_weight" in op for op in value.ops) for value in packed)
 
 
+@pytest.mark.one_in(2)
 @needs.CPP_COMPILER
 @pytest.mark.parametrize("has_gradients", [False, True])
 def test_attention_has_the_bits_of_eager_autocast(has_gradients: bool) -> None:

@@ -266,6 +266,7 @@ ISAS = pytest.mark.skipif(
 )
 
 
+@pytest.mark.one_in(3)
 @ISAS
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("isa", ["DEFAULT", "AVX2"])

@@ -186,6 +186,7 @@ TRANSFORMS: dict[str, Callable[[Callable[..., Any], torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.filterwarnings("ignore")  # torch's own, of forward-mode derivatives
 @pytest.mark.parametrize("policy", [X3, "lower_precision_wide"])
 @pytest.mark.parametrize("transform", TRANSFORMS)

@@ -116,6 +116,7 @@ def test_numbers_of_an_op(way: str, net: Decoder, x: torch.Tensor) -> None:
 # By module.
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "pattern",
     ["blocks.1.attn", "*.1.attn", re.compile(r"blocks\.1\.a\w+"), r"re:.*1\.attn"],
@@ -157,6 +158,7 @@ SCORES = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SCORES)
 def test_numbers_of_scores_in_float32(name: str, way: str, net: Decoder, x: torch.Tensor) -> None:

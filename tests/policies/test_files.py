@@ -59,7 +59,7 @@ CHANGES = st.one_of(
 )
 
 
-@hypothesis.settings(deadline=None, max_examples=60)
+@hypothesis.settings(deadline=None, max_examples=30)
 @hypothesis.given(st.sampled_from(["torch", "ipex", "lean"]), st.lists(CHANGES, max_size=6))
 @hypothesis.example("torch", [("with_ops", {"mm": "fp32"}), ("with_ops", {"*mm": "keep"})])
 @hypothesis.example(  # a view is not cast: of the two, only ``keep`` is for ``linalg_diagonal``

@@ -88,6 +88,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("pattern", POLICIES)
 @pytest.mark.parametrize("by_rule", [False, True])
 @torch.no_grad()  # Dynamo reads the .grad of what it resumes with
@@ -116,6 +117,7 @@ def test_equal_modules_are_told_apart(pattern: str, by_rule: bool) -> None:
             torch.testing.assert_close(call(x), outputs, rtol=0, atol=0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("by_rule", [False, True])
 def test_islands_run_by_the_policy_of_their_module(by_rule: bool) -> None:
     """In one graph, where no module is on the stack; the function keeps its own gradient."""

@@ -71,6 +71,7 @@ NAMES = (
 )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore")
 def test_parity_models_give_the_bits_that_they_gave(name: str) -> None:
@@ -222,6 +223,7 @@ def _writes(self: Any, x: torch.Tensor) -> Any:
     return y
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "program",
     [

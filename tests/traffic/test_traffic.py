@@ -92,6 +92,7 @@ def frozen_in_a_process_of_its_own() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_frozen_product_makes_its_low_weight_once() -> None:
     x, w, y = 32 * 64, 64 * 64, 32 * 64
     frozen = frozen_in_a_process_of_its_own()
@@ -175,6 +176,7 @@ def rows(path: Path, *arguments: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_never_more_than_native_on_the_cpu(tmp_path: Path) -> None:
     tables = tmp_path / "tables.md"
     arguments = ("mlp", "--tiny", "--device", "cpu", "--markdown", str(tables))

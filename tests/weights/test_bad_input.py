@@ -130,6 +130,7 @@ CHANGES: dict[str, Change] = {
 RESIZED = ("storage_resized", "storage_grown", "resized_and_written")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("graph", [TRAIN, EVAL], ids=lambda graph: graph.name)
 def test_weights_that_change_what_they_are(change: str, graph: Graph) -> None:
@@ -298,6 +299,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize(
     "program",

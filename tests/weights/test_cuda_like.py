@@ -153,6 +153,7 @@ PLACES: dict[str, Callable[[ListWrite], ListWrite]] = {
 WRITTEN_ANYWHERE = ("_foreach_mul_", "_fused_adamw_")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("write", "lists", "place"),
     [

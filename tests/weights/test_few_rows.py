@@ -120,7 +120,7 @@ def test_a_product_with_an_input_is_left_alone() -> None:
     assert block_few_rows(gm.graph) == 0
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=SHARED)
+@settings(max_examples=4, deadline=None, suppress_health_check=SHARED)
 @given(
     rows=st.integers(0, 8),
     depth=st.integers(40, 130),

@@ -148,6 +148,7 @@ def is_packed() -> bool:
     return any(call._bind is not None for call in calls)
 
 
+@pytest.mark.one_in(3)
 @needs.FROZEN_GRAPHS
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()

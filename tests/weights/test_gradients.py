@@ -136,6 +136,7 @@ def scale_list(net: nn.Module) -> None:
     torch._foreach_mul_([parameter.data for parameter in net.parameters()], 3.0)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("is_frozen", [False, True])
 @pytest.mark.parametrize("change", [scale, replace_data, scale_list])

@@ -184,6 +184,7 @@ def test_clear_drops_and_calls_make_again() -> None:
     assert weight_cache.stats().entries == 3
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("limit", [0, 31, 32, 40, 64, COPY_BYTES, 1000])
 def test_limit(limit: int) -> None:
     """Copies that are alive count, whether the cache still lists them or not."""

@@ -123,6 +123,7 @@ def check(actual: list[list[torch.Tensor]], expected: list[list[torch.Tensor]]) 
     assert max(errors) < TOLERANCE, errors
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("with_gradients", [False, True])
 @pytest.mark.parametrize(
     ("op", "compiler"),

@@ -53,6 +53,7 @@ def loss_of(program: Callable[..., torch.Tensor]) -> torch.Tensor:
     return program(inputs()).square().mean()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "way"), implementations())
 def test_never_stale_after_a_step(name: str, way: str) -> None:
     net, twin = make_net(), make_net()
@@ -83,6 +84,7 @@ def step_with_closure(optimizer: torch.optim.Optimizer, program: Any) -> None:
     optimizer.step()
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", ["SGD", "AdamW"])
 def test_never_stale_after_a_compiled_step(name: str, backend: str) -> None:

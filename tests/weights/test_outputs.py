@@ -29,6 +29,7 @@ PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("is_grad_enabled", [True, False])

@@ -45,7 +45,7 @@ actions = st.one_of(
 
 
 @settings(
-    max_examples=15,
+    max_examples=8,
     deadline=None,
     derandomize=True,
     database=None,

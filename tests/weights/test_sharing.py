@@ -238,6 +238,7 @@ class WritesView(Writes):
         self.weight[1:].mul_(2)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [WritesBuffer, WritesData, WritesDetached, WritesView])
 @pytest.mark.parametrize("reads_before", [False, True])
 @pytest.mark.parametrize("has_cache", [True, False])

@@ -36,7 +36,7 @@ def run_program(*scenarios: str, seconds: int, cache: bool = True) -> None:
 
 def test_a_few_seconds() -> None:
     """All in one process: what a process takes to start is longer than what is looked at."""
-    run_program(*SCENARIOS, seconds=4)
+    run_program(*SCENARIOS, seconds=2)
 
 
 @pytest.mark.slow

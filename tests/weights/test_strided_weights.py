@@ -23,6 +23,7 @@ def _empty_cache() -> None:
     weight_cache.clear()
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
 @pytest.mark.parametrize("kind", MATRICES)
 def test_a_write_to_the_whole_weight_is_found_at_the_next_call(kind: str, way: Way) -> None:

@@ -185,6 +185,7 @@ def check_order(write: str, pair: tuple[Graph, Graph], order: Order, **options: 
     order(models)
 
 
+@pytest.mark.one_in(4)
 @ALL_PAIRS
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("signal", SIGNALS)
