@@ -124,6 +124,7 @@ def required(name: str, extras: frozenset[str], found: set[str]) -> set[str]:
 
 
 def test_the_lock_file_pins_all_that_is_installed() -> None:
+    """Except for what torch brings along: `make torch-env` installs other versions of it."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [Requirement(line) for line in lines if line and line[0] != "#"]
     here = {
@@ -134,4 +135,5 @@ def test_the_lock_file_pins_all_that_is_installed() -> None:
     extras = frozenset({"bench", "dev", "docs", "models", "notebooks", "test"})
     needed = required("amp_fx", extras, set())
     assert len(needed) > 100
-    assert sorted(needed - {*here}) == []
+    of_torch = re.compile("triton|setuptools|nvidia-.*|cuda-.*")
+    assert [name for name in sorted(needed - {*here}) if not of_torch.fullmatch(name)] == []

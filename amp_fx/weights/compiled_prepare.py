@@ -8,16 +8,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.graphs.metadata import VALUE
-from amp_fx.weights.split import CachedValueSpec
+from amp_fx.weights.split import CachedValueSpec, is_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
 
 def is_compiled(spec: Any, weights: Sequence[torch.Tensor]) -> bool:
-    """Returns True if ``write_values`` computes a value, which requires a GPU with Triton."""
+    """Returns True if ``write_values`` computes a value, which requires a GPU with Triton.
+
+    Other values are casts, or views of weights, or repeat elements in memory (``expand``).
+    """
     is_computed = isinstance(spec, CachedValueSpec) and not spec.is_alias and not spec.is_cast
-    return is_computed and weights[0].is_cuda and _has_triton()
+    return is_computed and weights[0].is_cuda and _has_triton() and _has_memory(spec)
+
+
+def _has_memory(spec: CachedValueSpec) -> bool:
+    if all(is_view(node) for node in spec.nodes if node.op == "call_function"):
+        return False
+    fakes = map(VALUE.of, spec.outputs)
+    return all(map(torch.ops.aten.is_non_overlapping_and_dense.default, fakes))
 
 
 def empty_values(spec: CachedValueSpec, weights: Sequence[torch.Tensor]) -> Any:

@@ -334,13 +334,18 @@ def pack(
 def _without_duplicates(graph: fx.Graph) -> fx.Graph:
     """Merges equal pure nodes.
 
+    Tensors that are one number throughout (``full``) are not merged: inductor computes the number
+    where it is read, but writes a tensor with several readers to memory, and with it what a reader
+    concatenates to it.
+
     Relies on ``torch._functorch.compile_utils.rand_ops``, the packets that CSE does not merge.
     """
     from amp_fx.torch_private.aot_autograd import compile_utils
 
     calls = [node for node in graph.nodes if node.op == "call_function"]
     impure = [compile_utils.get_aten_target(node) for node in calls if not is_pure(node)]
-    with replaced((compile_utils, "rand_ops", [*compile_utils.rand_ops, *impure])):
+    kept = [*compile_utils.rand_ops, torch.ops.aten.full, *impure]
+    with replaced((compile_utils, "rand_ops", kept)):
         return compile_utils.fx_graph_cse(graph)
 
 

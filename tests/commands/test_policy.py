@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from amp_fx.commands.cli import main
 from amp_fx.commands.parsers import POLICY_EXAMPLES
@@ -77,8 +78,9 @@ def test_every_overload_has_its_row(run: Run) -> None:
 def test_a_preset_changes_the_answer(run: Run) -> None:
     of_preset = ("cholesky", "--device", "cpu", "--preset")
     assert run.rows(*of_preset, "torch-2.13") == {("aten::cholesky", "fp32"): "cpu"}
-    assert run.rows(*of_preset, "torch-2.14") == {("aten::cholesky", "no policy"): "cpu"}
-    assert "aten::cholesky: in the autocast of torch 2.13 only" in run("cholesky")
+    if hasattr(torch.ops.aten, "cholesky"):  # removed in torch 2.15
+        assert run.rows(*of_preset, "torch-2.14") == {("aten::cholesky", "no policy"): "cpu"}
+        assert "aten::cholesky: in the autocast of torch 2.13 only" in run("cholesky")
 
 
 def test_an_op_gets_the_reason_of_each_of_its_policies(run: Run) -> None:

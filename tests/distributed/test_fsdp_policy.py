@@ -59,7 +59,7 @@ def test_what_is_no_use_is_said() -> None:
     assert policy.param_dtype is None
     with pytest.raises(ShardingError, match=r"no weight 'other\.weight'"):
         amp_fx.fsdp_policy(model, {"other.weight": torch.bfloat16})
-    with pytest.raises(TypeError, match="omit it"):
+    with pytest.raises(TypeError, match="omit the argument"):
         amp_fx.fsdp_policy(model, {}, param_dtype=torch.bfloat16)
 
 

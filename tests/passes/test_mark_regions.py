@@ -119,6 +119,7 @@ def test_nodes_between_functorch_levels_are_one_island(rng: torch.Generator) -> 
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # since torch 2.15
 def test_nodes_of_a_forward_ad_level_are_one_island(rng: torch.Generator) -> None:
     def program(x: torch.Tensor, t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         with forward_ad.dual_level():

@@ -11,7 +11,7 @@ from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import tensors_in
 from amp_fx.replaced import replaced
 from amp_fx.weights.call import CachedCall, flattened
-from amp_fx.weights.compiled_prepare import writing
+from amp_fx.weights.compiled_prepare import is_compiled, writing
 from amp_fx.weights.split import is_view, run_node
 
 if TYPE_CHECKING:
@@ -30,14 +30,9 @@ class FakeCache:
     """Values that graphs are called with, and what computing them moves.
 
     Each value of the same weights counts once, whichever graphs are called with it.
-
-    Args:
-        device: ``"cpu"``, where values are computed op by op, or ``"cuda"``, where one compiled
-            function computes all values of a weight that are no casts.
     """
 
-    def __init__(self, device: str) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._values: dict[Any, tuple[CachedValueSpec, Weights]] = {}
         self._packed: dict[int, Any] = {}
 
@@ -113,7 +108,7 @@ class FakeCache:
                 (weight,), low = weights, spec.make(weights)
                 sizes = weight.element_size(), low.element_size()
                 found.append((low.numel(), *sizes, low.stride() == weight.stride()))
-            elif self._device == "cpu":
+            elif not is_compiled(spec, weights):
                 found += _ops_of(spec, weights)
         return found
 
@@ -121,7 +116,7 @@ class FakeCache:
         """Counts the functions that compute the other values."""
         by_weights: dict[tuple[int, ...], tuple[Weights, list[Any], list[Any]]] = {}
         for (identities, _), (spec, weights) in self._values.items():
-            if not spec.is_cast and self._device != "cpu":
+            if is_compiled(spec, weights):
                 _, specs, values = by_weights.setdefault(identities, (weights, [], []))
                 specs.append(spec)
                 values.append(spec.make(weights))

@@ -69,7 +69,7 @@ def count(
     """
     torch._dynamo.reset()
     mode = FakeTensorMode()
-    counter, cache = Counter(mode), FakeCache(device)
+    counter, cache = Counter(mode), FakeCache()
     steps: list[list[Graph]] = []
     stored = dtype if contender == LIMIT else torch.float32
     with torch.device("meta"):
