@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from amp_fx.backend.fallback import as_native_region, warn_fallback
+from amp_fx.backend.numerics import is_strict
 from amp_fx.backend.pipeline import default_passes, run_passes, with_added
 from amp_fx.errors import PassError
 from amp_fx.graphs.bodies import copy_graph_module
@@ -95,7 +96,7 @@ def rewrite(
         weights=tuple(node.name for node, _ in weights),
         frame=frame,
         guards_range=options.range_guard,
-        flattens=options.numerics != "invariant",
+        flattens=_flattens(options, state),
         quantizes=_quantizes(gm, weights, policy, frame),
         output_dtypes=_program_dtypes(gm, ambient) if restores_outputs else None,
     )
@@ -107,6 +108,18 @@ def rewrite(
             rewritten = as_native_region(rewritten, state, restores_outputs=restores_outputs)
     root = None if frame.root is None else type(frame.root).__name__
     return Rewritten(rewritten, state, frame, passes, root)
+
+
+def _flattens(options: Options, state: AutocastState) -> bool:
+    """Returns True if products are flattened where eager autocast flattens them.
+
+    Under ``"invariant"``, rows must not depend on their batch. On accelerators, a product with an
+    expanded matrix copies nothing, and flattening copies a batch that is not contiguous. So there,
+    products are only flattened for eager autocast's bits.
+    """
+    if options.numerics == "invariant":
+        return False
+    return state.enabled == ("cpu",) or options.compiler != "inductor" or is_strict(options)
 
 
 def _weights_of(
