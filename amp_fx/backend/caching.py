@@ -40,7 +40,7 @@ from amp_fx.weights.conv_layouts import lay_out_convolutions
 from amp_fx.weights.engine import engine, is_available
 from amp_fx.weights.entry import computing_values
 from amp_fx.weights.packed import CannotPackError, compile_packed, pack, run_fake, specs_of
-from amp_fx.weights.split import Prepare, Split, cached_nodes, is_read_whole, split, weights_in
+from amp_fx.weights.split import Prepare, Split, cached_nodes, read_whole, split, weights_in
 from amp_fx.weights.step_copies import weights_of_steps
 from amp_fx.weights.store import STORE
 from amp_fx.weights.stored_low import stored_tensors
@@ -275,9 +275,9 @@ class Caching:
         chosen = self.weights if is_inference else self._chosen_in_training()
         found = {position_of[i]: weight for i, weight in chosen.items()}
         if not is_inference:
-            found = {
-                i: weight for i, weight in found.items() if not _casts_for_free(placeholders[i])
-            }
+            on_accelerators = [n for n in map(placeholders.__getitem__, found) if not _is_on_cpu(n)]
+            cast_in_kernels = read_whole(on_accelerators)
+            found = {i: w for i, w in found.items() if placeholders[i] not in cast_in_kernels}
         pairs = [(VALUE.of(placeholders[i]), weight.tensor) for i, weight in found.items()]
         is_aligned = all(_layout(value) == _layout(weight) for value, weight in pairs)
         return found if is_aligned else {}
@@ -396,8 +396,9 @@ def _forget_output_strides() -> None:
         context.output_strides.clear()
 
 
-def _casts_for_free(weight: fx.Node) -> bool:
-    return VALUE.of(weight).device.type != "cpu" and is_read_whole(weight)
+def _is_on_cpu(node: fx.Node) -> bool:
+    device: torch.device = VALUE.of(node).device
+    return device.type == "cpu"
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
