@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import types
 
-    from amp_fx import weight_cache
+    from amp_fx import stats, weight_cache
     from amp_fx.backend.pipeline import register_pass
     from amp_fx.drawing.draw import draw
     from amp_fx.eager.custom_function import custom_bwd, custom_fwd
@@ -133,7 +133,7 @@ _MODULES = {
 Dynamo, networkx or rich.
 """
 
-_SUBMODULES = ("errors", "integrations", "options", "weight_cache")
+_SUBMODULES = ("errors", "integrations", "options", "stats", "weight_cache")
 
 _MOVED = {
     "amp_fx.front.compiled": "amp_fx.front.settings",

@@ -150,6 +150,14 @@ def test_the_reference_lists_every_name(heading: str, names: set[str]) -> None:
     assert listed - {"integrations", "errors", "options"} == names
 
 
+def test_names_that_pages_use_need_no_other_import() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    names = set(re.findall(r"\bamp_fx\.([A-Za-z]\w*)", text))
+    assert len(names) > 30
+    imported = {"bench", "demo", "passes", "policies"}
+    assert names - imported <= {*amp_fx.__all__, *amp_fx._SUBMODULES}
+
+
 def test_the_table_of_signals_is_that_of_the_code() -> None:
     text = CACHING.read_text(encoding="utf-8")
     table = text.split("| a write by |", 1)[1]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import amp_fx
+from amp_fx import stats
 from tests.distributed.nets import NUM_MICRO, NUM_UPDATES, OPTIONS, batch, compiled, make_net, train
 from tests.float8.torchao_oracle import RECIPES, bfloat16_of_cuda, cast_inputs, converted
 
@@ -73,10 +74,10 @@ def float8_fsdp2(rank: int) -> Any:
         losses, weights = whole(gathers)
         for is_compiled in (False, True):
             torch._dynamo.reset()
-            before = amp_fx.stats.snapshot()
+            before = stats.snapshot()
             model: Any = sharded(gathers, is_compiled=is_compiled)
             mine = train(model, rank, context=region)
-            done = amp_fx.stats.snapshot()
+            done = stats.snapshot()
             done.subtract(before)
             full = [p.full_tensor().detach() for p in model.parameters()]
             found[gathers, is_compiled] = (

@@ -5,12 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from tests.distributed.spawn import run_ranks
 from tests.float8.torchao_oracle import RECIPES
 
 pytest.importorskip("torchao", reason="the oracle is torchao 0.18")
+pytestmark = pytest.mark.slow
 
 Ranks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """What both ranks found, by the name of the case."""
+    if not torch.distributed.is_gloo_available():
+        pytest.skip("torch was built without gloo")
+    return run_ranks("tests.distributed.float8_ranks", tmp_path_factory.mktemp("ranks"), 2)
 
 
 @pytest.mark.parametrize("gathers", ["float32", "bfloat16"])

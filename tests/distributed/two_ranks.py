@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.distributed import ddp_cases, float8_cases, fsdp_cases, scaler_cases, sharded_cases
+from tests.distributed import ddp_cases, fsdp_cases, scaler_cases, sharded_cases
 from tests.distributed.spawn import run_cases
 
 
@@ -37,8 +37,6 @@ CASES = (
     scaler_cases.scaler,
     fsdp_cases.gathered_low,
     fsdp_cases.sharded_already,
-    float8_cases.float8_fsdp2,
-    float8_cases.float8_tensor_parallel,
 )
 
 if __name__ == "__main__":

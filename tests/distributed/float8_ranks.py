@@ -1,0 +1,9 @@
+"""What each of two processes does for the tests of float8 policies."""
+
+from __future__ import annotations
+
+from tests.distributed.float8_cases import float8_fsdp2, float8_tensor_parallel
+from tests.distributed.spawn import run_cases
+
+if __name__ == "__main__":
+    run_cases((float8_fsdp2, float8_tensor_parallel))
