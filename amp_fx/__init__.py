@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import types
 
-    from amp_fx import stats, weight_cache
+    from amp_fx import stats as stats
+    from amp_fx import weight_cache
     from amp_fx.backend.pipeline import register_pass
     from amp_fx.drawing.draw import draw
     from amp_fx.eager.custom_function import custom_bwd, custom_fwd
