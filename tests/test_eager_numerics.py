@@ -233,6 +233,13 @@ def test_what_adds_into_a_tensor_writes_no_memory_of_another() -> None:
     assert all(torch.equal(*pair) for pair in zip(actual, expected, strict=True))
 
 
+def test_the_memory_of_chunks_is_not_reused_while_they_are_read() -> None:
+    cell, x = torch.nn.GRUCell(8, 8), torch.randn(1, 8)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        found = compiled(cell, options={"weight_cache": False})(x, x)
+        assert torch.equal(found, cell(x, x))
+
+
 @torch.no_grad()
 def test_kernels_get_the_strides_of_eager_code() -> None:
     """Kernels compute numbers with gaps between them one by one, and contiguous ones in vectors."""

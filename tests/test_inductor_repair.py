@@ -1,4 +1,4 @@
-"""repaired: the program of pytorch#185509, whose gradients inductor loses on the CPU."""
+"""repaired: programs whose backward inductor gets wrong, or cannot compile."""
 
 from __future__ import annotations
 
@@ -36,6 +36,20 @@ def test_gradients_behind_a_scatter_are_right() -> None:
     with repaired():
         found = gradient(compiled=True)
     torch.testing.assert_close(found, gradient(compiled=False), rtol=1e-4, atol=1e-3)
+
+
+def test_sparse_gradients_can_be_compiled() -> None:
+    weight = torch.eye(4, requires_grad=True)
+
+    @torch.compile
+    def program(index: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(index, weight, sparse=True)[:, :2]
+
+    with repaired():
+        program(torch.tensor([1, 1, 2])).sum().backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    assert weight.grad.is_sparse
+    assert weight.grad.to_dense()[:, :2].tolist() == [[0, 0], [2, 2], [1, 1], [0, 0]]
 
 
 def test_caches_keep_apart_what_was_compiled_without() -> None:

@@ -1,9 +1,14 @@
-"""Repairs a bug of inductor's CPU scheduler that computes wrong gradients (pytorch#185509).
+"""Repairs two bugs of inductor.
 
-When the scheduler recomputes a loop body, it drops the new name of a buffer that a scatter mutates.
-A kernel that reads the sum may then run before the scatter. Casts around the backward of
-interpolation or max pooling trigger the bug. The repair is that of pytorch#185873, which torch 2.13
-lacks; on a torch that has it, the repair changes nothing.
+Its CPU scheduler computes wrong gradients (pytorch#185509). When the scheduler recomputes a loop
+body, it drops the new name of a buffer that a scatter mutates. A kernel that reads the sum may then
+run before the scatter. Casts around the backward of interpolation or max pooling trigger the bug.
+The repair is that of pytorch#185873, which torch 2.13 lacks; on a torch that has it, the repair
+changes nothing.
+
+After a pass, inductor updates the values of the nodes that depend on a changed node, and compares
+their storages. Sparse tensors have none, so the backward of ``nn.Embedding(sparse=True)`` raises an
+error if a pass changes an op before it.
 """
 
 from __future__ import annotations
@@ -25,8 +30,9 @@ def repaired() -> contextlib.AbstractContextManager[None]:
 
     The repair stays active for the process, because another thread may be compiling.
 
-    Relies on ``SchedulerNode.recompute_size_and_body`` and ``mutation_renames``, and on
-    ``cache_key_tag`` being part of the keys of inductor's and AOTAutograd's caches.
+    Relies on ``SchedulerNode.recompute_size_and_body`` and ``mutation_renames``, on
+    ``torch._inductor.fx_utils.get_storage``, and on ``cache_key_tag`` being part of the keys of
+    inductor's and AOTAutograd's caches.
     """
     _repair()
     tags = (torch.compiler.config.cache_key_tag, _tag())
@@ -38,7 +44,10 @@ def repaired() -> contextlib.AbstractContextManager[None]:
 
 @functools.cache
 def _repair() -> None:
-    from amp_fx.torch_private.inductor import SchedulerNode
+    from amp_fx.torch_private.inductor import SchedulerNode, fx_utils
+
+    get_storage = fx_utils.get_storage
+    fx_utils.get_storage = lambda t: get_storage(t) if t.layout is torch.strided else id(t)
 
     recompute = SchedulerNode.recompute_size_and_body
 

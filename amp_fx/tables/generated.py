@@ -14,12 +14,17 @@ _MAKE = "empty_like full_like ones_like zeros_like new_empty new_full new_ones n
 _MOVE = """
     as_strided_scatter cat clone constant_pad_nd copy diagonal_scatter embedding flip gather
     index index_select _unsafe_index lift_fresh_copy masked_select repeat roll select_backward
-    select_scatter slice_backward slice_scatter stack _to_copy tril triu unbind_copy _unsafe_view
-    _reshape_alias view_copy expand_copy permute_copy squeeze_copy unsqueeze_copy where
+    select_scatter slice_backward slice_scatter stack _to_copy tril triu unbind_copy unsafe_split
+    unsafe_split_with_sizes _unsafe_view _reshape_alias view_copy expand_copy permute_copy
+    squeeze_copy unsqueeze_copy where
 """
 _COMPARE = "all amax amin aminmax any argmax argmin max min"
 MOVES = frozenset(f"{_MAKE} {_MOVE} {_COMPARE}".split())
-"""Ops that return elements unchanged, or the position of an extreme element."""
+"""Ops that return elements unchanged, or the position of an extreme element.
+
+Ops that return views although their schemas say otherwise (``unsafe_split``) must be among them:
+inductor would reuse the memory of their input while the views are read.
+"""
 
 _INEXACT = """
     acosh addcmul asin asinh atan2 atanh celu cosh elu erf fmax fmin fmod gelu gelu_backward igammac

@@ -7,7 +7,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._inductor import aoti_compile_and_package, freezing, ir
+from torch._inductor import aoti_compile_and_package, freezing, fx_utils, ir
 from torch._inductor import compile_fx as compile_fx_module
 from torch._inductor.codecache import CacheabilityValidator, FxGraphCachePickler
 from torch._inductor.codegen.cpp_gemm_template import CppGemmTemplate, expand_bias
@@ -58,6 +58,7 @@ __all__ = (
     "freezing_passes",
     "freezing_patterns",
     "fresh_cache",
+    "fx_utils",
     "has_triton",
     "is_frozen_param",
     "lowerings",

@@ -520,7 +520,7 @@ def viewed_by(node: fx.Node) -> fx.Node:
 
 
 def escaping(gm: fx.GraphModule, num_returned: int) -> set[fx.Node]:
-    """Returns the nodes that are returned to the caller, directly or as views.
+    """Returns the nodes whose results are returned to the caller, directly, in part or as views.
 
     A caller may write to its results, so cached values must not be among them.
 
@@ -537,7 +537,8 @@ def escaping(gm: fx.GraphModule, num_returned: int) -> set[fx.Node]:
         node = output
         while isinstance(node, fx.Node) and node not in escaping_nodes:
             escaping_nodes.add(node)
-            node = node.all_input_nodes[0] if is_view(node) else None
+            is_part = node.target is operator.getitem  # of the results of another node
+            node = node.all_input_nodes[0] if is_part or is_view(node) else None
     return escaping_nodes
 
 

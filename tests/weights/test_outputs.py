@@ -25,8 +25,13 @@ PROGRAMS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
     "dropout in eval": lambda x, w: functional.dropout(functional.linear(x, w), training=False),
     "one operand": lambda _, w: w @ w,
     "diagonal of product": lambda _, w: torch.diagonal(w @ w),
+    "one of two results": lambda x, w: _with_values(functional.linear(x, w), w.max(dim=1)),
     "list": lambda x, w: [functional.linear(x, w), {"w": w.detach()}],
 }
+
+
+def _with_values(x: torch.Tensor, maxima: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return x + maxima.values, maxima.values
 
 
 @pytest.mark.one_in(5)
