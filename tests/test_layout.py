@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1] / "amp_fx"
 
 ORDER = (
     ("torch_private", "replaced"),
-    ("errors", "dtypes", "csrc", "progress", "reports", "second_call"),
+    ("errors", "dtypes", "csrc", "progress", "random_states", "reports", "second_call"),
     ("devices",),
     ("tables",),
     ("policies",),
