@@ -170,7 +170,7 @@ def test_mistakes_in_registering_are_told() -> None:
         amp_fx.register_pass(SinToCos(), after="nothing")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize(
     ("added", "tag", "is_cached"),

@@ -41,6 +41,7 @@ with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=sys.argv[1] 
 """
 
 
+@pytest.mark.slow
 def test_saved_in_a_region_and_called_in_another_process(tmp_path: Path) -> None:
     model, x = Net(), torch.randn(4, 32)
     torch.save(x, tmp_path / "x")

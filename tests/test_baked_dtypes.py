@@ -103,6 +103,7 @@ def branch_on_the_dtype(x: torch.Tensor, w: torch.Tensor) -> Any:
     return y.clamp(max=100.0) if y.dtype == torch.float16 else y
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_bare(name: str, dtype: torch.dtype, rng: torch.Generator) -> None:
@@ -117,6 +118,7 @@ def test_bare(name: str, dtype: torch.dtype, rng: torch.Generator) -> None:
     assert all(out.dtype == torch.float32 for out in ours.outputs)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_ambient_in_bits(name: str, dtype: torch.dtype, rng: torch.Generator) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 import torch
 from torch import fx, nn
 from torch._dynamo.utils import counters
@@ -91,6 +92,7 @@ def train(model: nn.Module) -> list[torch.Tensor]:
     return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
+@pytest.mark.slow
 def test_no_cache_gives_a_graph_without_what_was_put_around_it() -> None:
     """AOTAutograd's cache would give a second process the graph alone, which lacks outputs."""
     torch.manual_seed(0)

@@ -269,6 +269,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_site_has_its_pages_and_all_public_names(site: Path) -> None:
     pages = {path.relative_to(site) for path in site.rglob("index.html")}
     assert {Path(name, "index.html") for name in ("changelog", "contributing", "security")} <= pages
@@ -377,6 +378,7 @@ return [...document.querySelectorAll(".jp-OutputArea-output pre")]
 """Outputs of notebooks that take more lines than they have."""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("chromedriver"), reason="needs chromium and chromium-driver")
 def test_lines_of_outputs_are_not_broken(site: Path, tmp_path: Path) -> None:
     pytest.importorskip("selenium")

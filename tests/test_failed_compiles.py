@@ -191,6 +191,7 @@ class Net(nn.Module):
         return program(x, *self.weights)
 
 
+@pytest.mark.slow
 @CPP_COMPILER
 @pytest.mark.falls_back
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -232,6 +233,7 @@ class Cache(nn.Module):
         return self.rows
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.falls_back
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{}, {"weight_cache": False}])

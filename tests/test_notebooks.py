@@ -122,6 +122,7 @@ print(object())
 """
 
 
+@pytest.mark.slow
 @can_run
 def test_a_run_leaves_no_noise_and_a_second_one_changes_nothing(tmp_path: Path) -> None:
     path = write(tmp_path, "noisy", NOISY, "1 + 1")

@@ -53,6 +53,7 @@ class ResNet(nn.Module):
         return result
 
 
+@pytest.mark.slow
 def test_the_blocks_of_a_resnet_are_closed_in_every_stage() -> None:
     with torch.no_grad():
         drawing = amp_fx.draw(amp_fx.explain(ResNet().eval())(torch.randn(2, 3, 32, 32)))

@@ -72,6 +72,7 @@ def eager(model: Callable[..., Any], args: Sequence[Any]) -> Ledger:
     return ledger
 
 
+@pytest.mark.one_in(3)
 @needs.HOOK
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_of_casts_are_those_of_eager_autocast(name: str) -> None:
@@ -124,6 +125,7 @@ print(totals.casts_kept, [words for words in started if ".cpp" in words])
 """
 
 
+@pytest.mark.slow
 @needs.HOOK
 def test_nothing_is_compiled(tmp_path: Path) -> None:
     """In fresh caches neither the part that watches weights is built nor a kernel."""

@@ -176,6 +176,7 @@ def test_tied_embeddings_train() -> None:
     assert 0 < (low - float8).norm() < 0.1 * low.norm()
 
 
+@pytest.mark.slow
 def test_dynamic_batches() -> None:
     """Batches of all sizes give what a static graph gives, also those that 16 does not divide."""
     model = three()

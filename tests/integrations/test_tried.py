@@ -80,6 +80,7 @@ def test_module_compile_of_a_model_and_of_its_blocks() -> None:
     equal(trained(net, net), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_cpp_compiler(), reason="needs a C++ compiler")
 def test_nested_compile_regions() -> None:
     expected = trained(net := Net(), net)

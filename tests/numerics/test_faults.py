@@ -168,6 +168,7 @@ def test_sound_models_have_no_suspect_and_effects_add_up(model: str, dtype: str)
         assert report.predicted_error == pytest.approx(report.error, rel=0.05)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["long_sum", "difference_of_near_values"])
 def test_a_repair_takes_the_suspect_away(name: str) -> None:
     model, inputs = planted("bare", name), MODELS["bare"].inputs()

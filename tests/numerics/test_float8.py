@@ -245,6 +245,7 @@ def error_under(policy: Any, model: nn.Module, x: Tensor) -> float:
     return max(relative(low.detach(), exact.detach()), relative(*pairs))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     [

@@ -430,6 +430,7 @@ def test_what_is_not_compiled_is_not_verified(monkeypatch: pytest.MonkeyPatch) -
     assert report.to_dict()["num_graphs"] == 0
 
 
+@pytest.mark.slow
 def test_a_write_that_no_call_sees_is_found_in_the_second_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

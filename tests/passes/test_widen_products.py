@@ -238,6 +238,7 @@ def behind(targets: frozenset[Any], node: fx.Node) -> fx.Node:
     return node
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("positions", "seen"), [(64, torch.float32), (256, BFLOAT16)], ids=["few", "many"]
 )
@@ -291,6 +292,7 @@ def test_onednn_says_itself_whether_it_has_kernels(isa: str, dtype: str) -> None
     assert lines[-1] == str(has_kernels), lines
 
 
+@pytest.mark.slow
 @ISAS
 def test_bits_do_not_depend_on_a_timing() -> None:
     """Two processes decide alike; one whose oneDNN is held to AVX2 decides as its kernels want."""

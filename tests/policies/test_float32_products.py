@@ -51,6 +51,7 @@ class Layer(nn.Module):
 ROUTER = Policy.default().with_modules({"gate": WIDE})
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("compiler", "shape"),
     [

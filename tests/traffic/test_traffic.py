@@ -104,6 +104,7 @@ def test_a_frozen_product_makes_its_low_weight_once() -> None:
     assert first.num_refreshes == 1
 
 
+@pytest.mark.slow
 def test_what_ranks_send_is_that_by_hand() -> None:
     """One of two ranks sends its halves of two weights in each of two blocks."""
     elements = 2 * 2 * (4 * 32 * 32) // 2

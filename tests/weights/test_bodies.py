@@ -50,6 +50,7 @@ class Branches(nn.Module):
         return result
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [Checkpoints, Branches])
 @pytest.mark.parametrize("is_frozen", [False, True])
 def test_they_are_kept_as_well(kind: type[nn.Module], is_frozen: bool) -> None:

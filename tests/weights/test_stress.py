@@ -34,9 +34,10 @@ def run_program(*scenarios: str, seconds: int, cache: bool = True) -> None:
         assert count["undisturbed"] > 50 or scenario == "hogwild", shown
 
 
+@pytest.mark.slow
 def test_a_few_seconds() -> None:
     """All in one process: what a process takes to start is longer than what is looked at."""
-    run_program(*SCENARIOS, seconds=2)
+    run_program(*SCENARIOS, seconds=4)
 
 
 @pytest.mark.slow

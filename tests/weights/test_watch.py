@@ -234,6 +234,7 @@ print("right")
 """
 
 
+@pytest.mark.slow
 def test_without_the_compiled_part_nothing_is_kept_and_all_is_right() -> None:
     done = subprocess.run(
         [sys.executable, "-c", SWITCHED_OFF],
