@@ -287,6 +287,7 @@ def test_the_site_has_its_pages_and_all_public_names(site: Path) -> None:
     assert "argparse" in examples  # the programs themselves, not the lines that include them
 
 
+@pytest.mark.slow
 def test_the_page_of_options_shows_the_options_alone(site: Path) -> None:
     text = (site / "reference" / "compile" / "index.html").read_text(encoding="utf-8")
     assert "fold_batch_norm" in text
@@ -294,6 +295,7 @@ def test_the_page_of_options_shows_the_options_alone(site: Path) -> None:
     assert "factory" not in text
 
 
+@pytest.mark.slow
 def test_pictures_have_a_text(site: Path) -> None:
     texts = [
         text
@@ -320,6 +322,7 @@ class Page(HTMLParser):
         self.links += [link for key in ("href", "src") if (link := given.get(key))]
 
 
+@pytest.mark.slow
 def test_no_link_of_the_site_is_dead(site: Path) -> None:
     pages = {path: Page(path) for path in site.rglob("index.html")}
     dead = []
