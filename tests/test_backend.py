@@ -38,6 +38,7 @@ assert torch.equal(compiled(x), expected.float())
 """
 
 
+@pytest.mark.slow
 def test_program_that_never_imports_amp_fx(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_IMPORT]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -398,6 +398,7 @@ assert len(done) == 8, done
 """
 
 
+@pytest.mark.slow
 def test_first_use_in_eight_threads() -> None:
     """In a process where nothing was compiled: torch looks the backend up by its name."""
     command = [sys.executable, "-c", FIRST_USE]

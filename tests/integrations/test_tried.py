@@ -123,6 +123,7 @@ def gpt2() -> Any:
     return transformers.GPT2LMHeadModel(config).eval()
 
 
+@pytest.mark.slow
 def test_lora_is_merged_and_unmerged() -> None:
     peft = pytest.importorskip("peft")
 

@@ -51,6 +51,7 @@ def test_faults_inside_of_models(model: str, every: int) -> None:
     assert len(right) >= 0.8 * len(harmful)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
 def test_parts_computed_by_hand(every: int) -> None:
     """In some the loss is right, and the gradients are not."""

@@ -47,9 +47,8 @@ def error_under(policy: amp_fx.Policy, net: nn.Module, inputs: Any) -> float:
         return abs(float(net(*inputs).detach()) - exact) / abs(exact)
 
 
-@pytest.mark.parametrize(
-    ("seed", "places"), [(0, (1, 7)), pytest.param(1, (9, 2), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "places"), [(0, (1, 7)), (1, (9, 2))])
 def test_three_faults_among_many_ops(seed: int, places: tuple[int, int]) -> None:
     torch.manual_seed(seed)
     net, inputs = Uneven(places), TinyGPT.inputs()
