@@ -40,7 +40,15 @@ from amp_fx.weights.conv_layouts import lay_out_convolutions
 from amp_fx.weights.engine import engine, is_available
 from amp_fx.weights.entry import computing_values
 from amp_fx.weights.packed import CannotPackError, compile_packed, pack, run_fake, specs_of
-from amp_fx.weights.split import Prepare, Split, cached_nodes, read_whole, split, weights_in
+from amp_fx.weights.split import (
+    Prepare,
+    Split,
+    cached_nodes,
+    convolution_biases,
+    read_whole,
+    split,
+    weights_in,
+)
 from amp_fx.weights.step_copies import weights_of_steps
 from amp_fx.weights.store import STORE
 from amp_fx.weights.stored_low import stored_tensors
@@ -274,10 +282,11 @@ class Caching:
         position_of = dict(zip(self.tensors, tensors, strict=True))
         chosen = self.weights if is_inference else self._chosen_in_training()
         found = {position_of[i]: weight for i, weight in chosen.items()}
+        on_accelerators = [n for n in map(placeholders.__getitem__, found) if not _is_on_cpu(n)]
+        cast_in_kernels = convolution_biases(on_accelerators)
         if not is_inference:
-            on_accelerators = [n for n in map(placeholders.__getitem__, found) if not _is_on_cpu(n)]
-            cast_in_kernels = read_whole(on_accelerators)
-            found = {i: w for i, w in found.items() if placeholders[i] not in cast_in_kernels}
+            cast_in_kernels |= read_whole(on_accelerators)
+        found = {i: w for i, w in found.items() if placeholders[i] not in cast_in_kernels}
         pairs = [(VALUE.of(placeholders[i]), weight.tensor) for i, weight in found.items()]
         is_aligned = all(_layout(value) == _layout(weight) for value, weight in pairs)
         return found if is_aligned else {}

@@ -421,6 +421,22 @@ def read_whole(weights: Collection[fx.Node]) -> set[fx.Node]:
 _FUSED = {torch.Tag.pointwise, torch.Tag.reduction}
 
 
+def convolution_biases(weights: Iterable[fx.Node]) -> set[fx.Node]:
+    """Returns the weights that only convolutions read, as biases after a cast.
+
+    On accelerators, inductor adds the bias in the kernel after the convolution, which casts it at
+    no cost. To cache the cast would take one more launch after each update.
+    """
+
+    def is_bias(cast: fx.Node) -> bool:
+        return cast_dtype(cast) is not None and all(
+            user.target is torch.ops.aten.convolution.default and user.args[2] is cast
+            for user in cast.users
+        )
+
+    return {weight for weight in weights if weight.users and all(map(is_bias, weight.users))}
+
+
 def _tangents(graph: fx.Graph) -> list[fx.Node]:
     """Returns the inputs of a joint graph of AOTAutograd that are gradients of its outputs."""
     return [node for node in graph.find_nodes(op="placeholder") if "tangents" in node.name]

@@ -1,4 +1,4 @@
-"""Which weights a kernel of the forward reads whole, so that it can cast them on the way."""
+"""Which weights kernels of accelerators cast on the way: those that they read whole, and biases."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.functional import embedding
+from torch.nn.functional import conv1d, embedding
 
-from amp_fx.weights.split import read_whole
+from amp_fx.weights.split import convolution_biases, read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,3 +44,16 @@ def test_what_reads_a_weight_whole(name: str) -> None:
     graph = trace(torch.ones(4, 4), torch.zeros(3, dtype=torch.long), torch.ones(4, 4)).graph
     weight = graph.find_nodes(op="placeholder")[0]
     assert read_whole([weight]) == ({weight} if is_whole else set())
+
+
+@pytest.mark.parametrize("is_read_elsewhere", [False, True])
+def test_biases_of_convolutions(is_read_elsewhere: bool) -> None:
+    def program(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        low = bias.bfloat16()
+        y = conv1d(x.bfloat16(), weight.bfloat16(), low)
+        return y + low[:, None] if is_read_elsewhere else y
+
+    trace = make_fx(program, select_decomp_table(), tracing_mode="fake")
+    graph = trace(torch.ones(2, 4, 8), torch.ones(4, 4, 3), torch.ones(4)).graph
+    _, weight, bias = graph.find_nodes(op="placeholder")
+    assert convolution_biases([weight, bias]) == (set() if is_read_elsewhere else {bias})
