@@ -21,9 +21,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tests.gpu import reporting
-from tests.gpu.parts import PARTS
-from tests.gpu.runner import FAILED, TIMED_OUT, run_parts
+from tests.gpu.older_torch import add_names, is_older
+
+add_names()  # before amp_fx is imported
+
+from tests.gpu import reporting  # noqa: E402
+from tests.gpu.parts import PARTS  # noqa: E402
+from tests.gpu.runner import FAILED, TIMED_OUT, run_parts  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -119,7 +123,10 @@ def environment(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def site_folder() -> Iterator[Path]:
-    """A folder that makes the tree look installed, and has what torch's test lists import."""
+    """A folder that makes the tree look installed, and has what torch's test lists import.
+
+    Every process of Python that finds it gives an older torch the names that it lacks.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if not importlib.metadata.entry_points(group="torch_dynamo_backends", name="amp_fx"):
@@ -131,6 +138,9 @@ def site_folder() -> Iterator[Path]:
             )
         if importlib.util.find_spec("expecttest") is None:
             (folder / "expecttest.py").write_text("from unittest import TestCase  # noqa: F401\n")
+        if is_older():
+            lines = "from tests.gpu.older_torch import add_names\n\nadd_names()\n"
+            (folder / "sitecustomize.py").write_text(lines)
         yield folder
 
 
