@@ -34,15 +34,8 @@ def compile_session() -> Iterator[None]:
         torch.compiler._is_compiling_flag = old
 
 
-def is_older() -> bool:
-    """Whether the installed torch lacks some of the names."""
-    return tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-
-
 def add_names() -> None:
-    """Adds the names to the modules of an older torch."""
-    if not is_older():
-        return
+    """Adds the names to the modules of torch that lack them."""
     from torch._functorch import predispatch
     from torch._inductor import codecache
 

@@ -21,9 +21,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tests.gpu.older_torch import add_names, is_older
+from amp_fx.tables.presets import torch_version
+from tests.gpu.older_torch import add_names
 
-add_names()  # before amp_fx is imported
+IS_OLDER = torch_version() < (2, 13)
+"""Whether torch lacks names that amp_fx takes from it."""
+if IS_OLDER:
+    add_names()  # before the modules of amp_fx that need them are imported
 
 from tests.gpu import reporting  # noqa: E402
 from tests.gpu.parts import PARTS  # noqa: E402
@@ -138,7 +142,7 @@ def site_folder() -> Iterator[Path]:
             )
         if importlib.util.find_spec("expecttest") is None:
             (folder / "expecttest.py").write_text("from unittest import TestCase  # noqa: F401\n")
-        if is_older():
+        if IS_OLDER:
             lines = "from tests.gpu.older_torch import add_names\n\nadd_names()\n"
             (folder / "sitecustomize.py").write_text(lines)
         yield folder

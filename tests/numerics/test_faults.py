@@ -52,7 +52,7 @@ def test_faults_inside_of_models(model: str, every: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [6, 1])
 def test_parts_computed_by_hand(every: int) -> None:
     """In some the loss is right, and the gradients are not."""
     some = [*PARTS.items()][::every]
