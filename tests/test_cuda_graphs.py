@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,10 +13,14 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_fx import csrc
 from amp_fx.backend.cuda_graphs import separate_inputs
 from tests import needs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ON = {"triton.cudagraphs": True}
 
@@ -75,6 +79,45 @@ def test_outputs_that_are_static_inputs_are_given_back_around_the_graph() -> Non
     outputs = parts.wrap(recorded)(inputs)
     assert outputs[1] is inputs[0]
     assert outputs[3] is inputs[1]
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.t(),
+        lambda x: x.t().t(),
+        lambda x: x[1:, ::2],
+        lambda x: x.view(-1, 2)[:, 1].unsqueeze(0).expand(3, -1),
+        lambda x: x.split([1, 2])[1],
+    ],
+)
+def test_views_of_static_inputs_are_given_back_around_the_graph(
+    view: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Recordings would hold a view, and so keep the cached value from being written in place."""
+    base = torch.arange(20.0)
+    x, y = base[4:16].view(3, 4), torch.ones(3, 4)
+    gm = make_fx(lambda x, y: (view(x), view(y), (x * y).t()), tracing_mode="fake")(x, y)
+    with config.patch(ON):
+        parts = separate_inputs(gm, [0])
+
+    def recorded(given: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        found = list(gm(*given))
+        assert [out is None for out in found] == [True, False, False]
+        return found
+
+    out, *_ = parts.wrap(recorded)([x, y])
+    torch.testing.assert_close(out, view(x), rtol=0, atol=0)
+    assert (out.stride(), out.data_ptr()) == (view(x).stride(), view(x).data_ptr())
+
+
+def test_complex_views_and_symbolic_views_of_static_inputs_stay_in_the_graph() -> None:
+    z, x = torch.ones(3, 4, dtype=torch.complex64), torch.ones(3, 4)
+    gm = make_fx(lambda z: (torch.view_as_real(z), z.conj()), tracing_mode="fake")(z)
+    symbolic = make_fx(lambda x: (x.t(), x), tracing_mode="symbolic")(x)
+    with config.patch(ON):
+        assert separate_inputs(gm, [0]).returned == {}
+        assert separate_inputs(symbolic, [0]).returned.keys() == {1}
 
 
 def train(model: nn.Module) -> list[torch.Tensor]:

@@ -121,7 +121,8 @@ def test_projections_are_one_product() -> None:
         assert_close(compiled(x), autocast(twin, x))
         for net in (model, twin):
             torch._foreach_mul_([net.k.weight.data], 0.5)
-    assert ("q.weight", "k.weight", "v.weight") in {v.weights for v in weight_cache.stats().values}
+    projections = ["k.weight", "q.weight", "v.weight"]  # inductor chooses their order
+    assert projections in [sorted(value.weights) for value in weight_cache.stats().values]
 
 
 def test_batch_sizes_share_what_is_kept() -> None:
