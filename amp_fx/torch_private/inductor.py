@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,11 @@ from torch._inductor import aoti_compile_and_package, freezing, fx_utils, ir
 from torch._inductor import compile_fx as compile_fx_module
 from torch._inductor.codecache import CacheabilityValidator, FxGraphCachePickler
 from torch._inductor.codegen.cpp_gemm_template import CppGemmTemplate, expand_bias
-from torch._inductor.codegen.cpp_micro_gemm import CppMicroGemmFP32Vec, create_micro_gemm
+from torch._inductor.codegen.cpp_micro_gemm import (
+    CppMicroGemmAMX,
+    CppMicroGemmFP32Vec,
+    create_micro_gemm,
+)
 from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
 from torch._inductor.constant_folding import replace_node_with_constant
 from torch._inductor.decomposition import decompositions, select_decomp_table
@@ -108,8 +113,23 @@ def packing_for_onednn() -> AbstractContextManager[None]:
     return context
 
 
-def few_rows_block(dtype: torch.dtype, rows: int, columns: int, depth: int) -> int | None:
-    """Returns the columns of a block of the C++ template's weight, if it computes in float32.
+@dataclasses.dataclass(frozen=True)
+class FewRowsKernel:
+    """A kernel of the C++ template.
+
+    Attributes:
+        block: Columns of a block of the weight.
+        uses_amx: Whether AMX units multiply. They read two rows of a block at once, interleaved.
+    """
+
+    block: int
+    uses_amx: bool
+
+
+def few_rows_kernel(
+    dtype: torch.dtype, rows: int, columns: int, depth: int
+) -> FewRowsKernel | None:
+    """Returns the kernel of the C++ template that computes in float32 or with bfloat16's AMX units.
 
     Relies on ``create_micro_gemm``, by which the template chooses its kernel, reading nothing of
     the graph but ``sizevars``.
@@ -117,8 +137,10 @@ def few_rows_block(dtype: torch.dtype, rows: int, columns: int, depth: int) -> i
     graph: Any = types.SimpleNamespace(sizevars=SizeVarAllocator())
     with V.set_graph_handler(graph):
         kernel = _micro_gemm(dtype, rows, columns, depth)
-    is_plain = type(kernel) is CppMicroGemmFP32Vec
-    return kernel.register_blocking.block_n if is_plain else None
+    uses_amx = type(kernel) is CppMicroGemmAMX and dtype is torch.bfloat16
+    if not uses_amx and type(kernel) is not CppMicroGemmFP32Vec:
+        return None
+    return FewRowsKernel(kernel.register_blocking.block_n, uses_amx)
 
 
 def _micro_gemm(dtype: torch.dtype, rows: int, columns: int, depth: int) -> Any:
@@ -139,11 +161,12 @@ def lower_few_rows_product(op: Any) -> None:
     ``CppTemplateBuffer``. ``CppTemplate.generate`` would generate the code twice, to time it.
 
     Args:
-        op: Takes rows, the blocked weight, a bias or None, and the number of columns.
+        op: Takes rows, the blocked weight, a bias or None, the number of columns, and whether
+            pairs of rows of a block are interleaved.
     """
 
     @register_lowering(op, type_promotion_kind=None)
-    def lower(x: Any, blocked: Any, bias: Any, columns: int) -> Any:
+    def lower(x: Any, blocked: Any, bias: Any, columns: int, _is_interleaved: bool) -> Any:
         x = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x))
         rows, depth = x.get_size()
         inputs = [x, blocked]

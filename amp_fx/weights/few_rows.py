@@ -9,24 +9,28 @@ After:
     %blocks  = aten.reshape(%columns, [768, 1048, 48])
     %moved   = aten.permute(%blocks, [1, 0, 2])
     %blocked = aten.clone(%moved, memory_format=torch.contiguous_format)
-    %y       = amp_fx.few_rows_product(%x, %blocked, %bias, 50257)
+    %y       = amp_fx.few_rows_product(%x, %blocked, %bias, 50257, False)
 
 A product of few rows takes the time that reading its weight from memory takes. oneDNN's kernels
 read a packed weight at half of the bandwidth that the template reaches. On a processor without
 units for the dtype they compute in float32, and read twice the bytes; the template converts the
-blocks in registers. Constant folding computes the blocks, once per update of the weight.
+blocks in registers. On a processor with AMX, the template multiplies with these units, which take
+as long for 32 rows as for one. They read two rows of a block at once, so the rows are interleaved
+in pairs. A small weight takes less time than the 30 us in which oneDNN starts a kernel. Constant
+folding computes the blocks, once per update of the weight.
 
 With ``max_autotune`` inductor would find the template by timing it in every process, and compute
 the blocks while it generates code, which its cache on disk cannot hold. Here there is nothing to
 time: the rule is that of ``takes_template``.
 
-Left alone on purpose: small weights, which stay in the processor's caches; many rows or few
-columns, for which oneDNN's kernels are faster; sizes that are symbolic; other devices, and
-processors on which the template has other kernels.
+Left alone on purpose: many rows or few columns, for which oneDNN's kernels are faster; weights that
+are too small to be worth compiling a kernel; sizes that are symbolic; other devices, and processors
+on which the template has other kernels.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING, cast
 
@@ -35,32 +39,56 @@ import torch
 from amp_fx.devices.wide_products import PRODUCT, is_wide
 from amp_fx.dtypes import is_low
 from amp_fx.graphs.metadata import VALUE
-from amp_fx.torch_private.inductor import few_rows_block, lower_few_rows_product
+from amp_fx.torch_private.inductor import few_rows_kernel, lower_few_rows_product
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import fx
 
+    from amp_fx.torch_private.inductor import FewRowsKernel
+
 aten = torch.ops.aten
 
-MAX_ROWS = 4
-MAX_ROWS_WITHOUT_UNITS = 8
-"""The same on processors without units for the dtype."""
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Up to where the template is faster than oneDNN; see ``docs/benchmarks.md``.
+
+    Attributes:
+        rows: Rows for a weight of any size.
+        multiplications: Rows times elements of the weight, for more rows. oneDNN takes 30 us to
+            start a kernel.
+    """
+
+    rows: int
+    multiplications: int
+
+
+WITHOUT_UNITS = Limits(8, 2**19)
+WITH_UNITS = Limits(4, 2**21)
+WITH_AMX = Limits(32, 2**24)
+MAX_ROWS = 128
+"""No weight is so small that the template is faster for many more rows."""
 MIN_COLUMNS = 16
 """Blocks of fewer columns are padding for the most part."""
-MIN_WEIGHTS = 2**16
-"""Elements of a weight from which on the template is faster."""
+MIN_WEIGHTS = 2**12
+"""Elements of a weight from which on a faster call is worth a second of compile time."""
 
 _library = torch.library.Library("amp_fx", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
-    "few_rows_product(Tensor x, Tensor blocked, Tensor? bias, int columns) -> Tensor"
+    "few_rows_product(Tensor x, Tensor blocked, Tensor? bias, int columns, bool is_interleaved)"
+    " -> Tensor"
 )
 
 
 @torch.library.impl(_library, "few_rows_product", "CompositeExplicitAutograd")
 def few_rows_product(
-    x: torch.Tensor, blocked: torch.Tensor, bias: torch.Tensor | None, columns: int
+    x: torch.Tensor,
+    blocked: torch.Tensor,
+    bias: torch.Tensor | None,
+    columns: int,
+    is_interleaved: bool,
 ) -> torch.Tensor:
     """Multiplies rows by a blocked weight, as generated code does but for roundings.
 
@@ -69,7 +97,12 @@ def few_rows_product(
         blocked: The weight, ``[blocks, depth, columns of a block]``.
         bias: Is added to each row; ``[columns]``.
         columns: The number of columns without padding.
+        is_interleaved: Whether pairs of rows of a block are interleaved.
     """
+    if is_interleaved:
+        num_blocks, depth, block = blocked.shape
+        pairs = blocked.reshape(num_blocks, depth // 2, block, 2)
+        blocked = pairs.transpose(2, 3).reshape(num_blocks, depth, block)
     weight = blocked.transpose(0, 1).flatten(1)[:, :columns]
     return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
@@ -107,24 +140,30 @@ def _block(graph: fx.Graph, product: fx.Node) -> bool:
         return False
     columns = VALUE.of(product).size(1)
     depth = VALUE.of(weight).size(0)
-    block = takes_template(VALUE.of(product), depth)
-    if block is None or any(VALUE.of(b).shape != (columns,) for b in bias):
+    kernel = takes_template(VALUE.of(product), depth)
+    if kernel is None or any(VALUE.of(b).shape != (columns,) for b in bias):
         return False
-    padding = -columns % block
+    padding = -columns % kernel.block
     with graph.inserting_before(product):
         if padding:  # of the rows of the weight as linear layers have it, which lie one by one
             rows = graph.call_function(aten.permute.default, (weight, [1, 0]))
             padded = graph.call_function(aten.constant_pad_nd.default, (rows, [0, 0, 0, padding]))
             weight = graph.call_function(aten.permute.default, (padded, [1, 0]))
-        sizes = [depth, (columns + padding) // block, block]
+        num_blocks = (columns + padding) // kernel.block
+        sizes, order = [depth, num_blocks, kernel.block], [1, 0, 2]
+        if kernel.uses_amx:
+            sizes, order = [depth // 2, 2, num_blocks, kernel.block], [2, 0, 3, 1]
         blocks = graph.call_function(aten.reshape.default, (weight, sizes))
-        moved = graph.call_function(aten.permute.default, (blocks, [1, 0, 2]))
+        moved = graph.call_function(aten.permute.default, (blocks, order))
+        if kernel.uses_amx:
+            shape = [num_blocks, depth, kernel.block]
+            moved = graph.call_function(aten.reshape.default, (moved, shape))
         blocked = graph.call_function(
             aten.clone.default, (moved,), {"memory_format": torch.contiguous_format}
         )
         replaced = graph.call_function(
             torch.ops.amp_fx.few_rows_product.default,
-            (x, blocked, bias[0] if bias else None, columns),
+            (x, blocked, bias[0] if bias else None, columns, kernel.uses_amx),
         )
     replaced.meta = dict(product.meta)
     product.replace_all_uses_with(replaced)
@@ -132,13 +171,21 @@ def _block(graph: fx.Graph, product: fx.Node) -> bool:
     return True
 
 
-def max_rows(dtype: torch.dtype) -> int:
-    """Returns the number of rows up to which the template is faster on this processor."""
-    return MAX_ROWS_WITHOUT_UNITS if is_wide(PRODUCT, dtype, 1) else MAX_ROWS
+def max_rows(dtype: torch.dtype, num_weights: int, *, uses_amx: bool) -> int:
+    """Returns the number of rows up to which the template is faster on this processor.
+
+    Args:
+        dtype: The dtype of the factors.
+        num_weights: Elements of the weight.
+        uses_amx: Whether the template's kernel uses AMX units.
+    """
+    is_without_units = is_wide(PRODUCT, dtype, 1)
+    limits = WITH_AMX if uses_amx else WITHOUT_UNITS if is_without_units else WITH_UNITS
+    return max(limits.rows, min(MAX_ROWS, limits.multiplications // num_weights))
 
 
-def takes_template(product: torch.Tensor, depth: int) -> int | None:
-    """Returns the columns of a block of the weight; None if oneDNN is as fast or faster.
+def takes_template(product: torch.Tensor, depth: int) -> FewRowsKernel | None:
+    """Returns the template's kernel; None if oneDNN is as fast or faster.
 
     Args:
         product: The result, ``[rows, columns]``.
@@ -149,10 +196,10 @@ def takes_template(product: torch.Tensor, depth: int) -> int | None:
     if not is_low_on_cpu or any(not isinstance(size, int) for size in sizes):
         return None
     rows, columns, depth = sizes
-    if (
-        not 0 < rows <= max_rows(product.dtype)
-        or columns < MIN_COLUMNS
-        or columns * depth < MIN_WEIGHTS
-    ):
+    num_weights = columns * depth
+    if not 0 < rows <= MAX_ROWS or columns < MIN_COLUMNS or num_weights < MIN_WEIGHTS:
         return None
-    return few_rows_block(product.dtype, rows, columns, depth)
+    kernel = few_rows_kernel(product.dtype, rows, columns, depth)
+    if kernel is None or rows > max_rows(product.dtype, num_weights, uses_amx=kernel.uses_amx):
+        return None
+    return kernel

@@ -384,8 +384,16 @@ def test_float32_products_can_be_packed_for_onednn() -> None:
 
 
 def test_the_kernel_of_a_template_is_known_before_there_is_a_graph() -> None:
-    blocks = {inductor.few_rows_block(torch.bfloat16, 1, columns, 64) for columns in (96, 64, 16)}
-    assert blocks in ({48, 32, 16}, {24, 16}, {None}), "AVX512, AVX2, others"
+    kernels = [inductor.few_rows_kernel(torch.bfloat16, 1, columns, 64) for columns in (96, 64, 16)]
+    with_amx = {inductor.FewRowsKernel(block, uses_amx=True) for block in (32, 16)}
+    with_avx512 = {inductor.FewRowsKernel(block, uses_amx=False) for block in (48, 32, 16)}
+    with_avx2 = {inductor.FewRowsKernel(block, uses_amx=False) for block in (24, 16)}
+    assert set(kernels) in (with_amx, with_avx512, with_avx2, {None})
+
+
+def test_pairs_of_rows_are_not_interleaved_for_a_depth_that_is_odd() -> None:
+    kernel = inductor.few_rows_kernel(torch.bfloat16, 1, 96, 63)
+    assert kernel is None or not kernel.uses_amx
 
 
 def test_a_template_takes_a_blocked_weight() -> None:

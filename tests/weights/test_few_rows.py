@@ -12,10 +12,11 @@ from torch import fx, nn
 
 from amp_fx import weight_cache
 from amp_fx.bench.timing import threads
+from amp_fx.replaced import replaced
 from amp_fx.torch_private.dynamo import counters
-from amp_fx.torch_private.inductor import few_rows_block
+from amp_fx.torch_private.inductor import CppGemmTemplate, FewRowsKernel, few_rows_kernel
 from amp_fx.weights import few_rows
-from amp_fx.weights.few_rows import MIN_COLUMNS, MIN_WEIGHTS, block_few_rows, max_rows
+from amp_fx.weights.few_rows import MAX_ROWS, MIN_COLUMNS, MIN_WEIGHTS, block_few_rows, max_rows
 from tests import needs
 from tests.weights.keeping import FROZEN, Way, batch, check, make_line
 from tests.weights.test_template_constants import WRITES, held
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 pytestmark = [
     needs.FROZEN_GRAPHS,
     pytest.mark.skipif(
-        few_rows_block(torch.bfloat16, 1, 512, 512) is None,
+        few_rows_kernel(torch.bfloat16, 1, 512, 512) is None,
         reason="the template has another kernel here",
     ),
 ]
@@ -74,28 +75,98 @@ def graph_of(rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> fx.G
     return gm
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=SHARED)
+KERNELS = [
+    *(FewRowsKernel(block, uses_amx=False) for block in (16, 24, 48)),
+    *(FewRowsKernel(block, uses_amx=True) for block in (16, 32, 48)),
+]
+"""Kernels of all processors; their blocks are the same everywhere."""
+
+
+def is_few(kernel: FewRowsKernel | None, low: torch.dtype, rows: int, num_weights: int) -> bool:
+    """Repeats the rule of rows."""
+    if kernel is None:
+        return False
+    return 0 < rows <= max_rows(low, num_weights, uses_amx=kernel.uses_amx)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=SHARED)
 @given(
-    rows=st.integers(0, 12),
+    kernel=st.sampled_from(KERNELS),
+    rows=st.one_of(st.integers(0, 12), st.integers(30, MAX_ROWS + 1)),
     depth=st.integers(1, 70),
     columns=st.integers(1, 200),
     is_transposed=st.booleans(),
     has_bias=st.booleans(),
 )
 def test_the_rewritten_graph_computes_the_same(
-    *, rows: int, depth: int, columns: int, is_transposed: bool, has_bias: bool
+    *,
+    kernel: FewRowsKernel,
+    rows: int,
+    depth: int,
+    columns: int,
+    is_transposed: bool,
+    has_bias: bool,
 ) -> None:
+    depth *= 1 + kernel.uses_amx
     weight = integers(depth, columns, seed=0).bfloat16()
     if is_transposed:
         weight = weight.t().contiguous().t()
     gm = graph_of(rows, weight, integers(columns, seed=1).bfloat16() if has_bias else None)
     x = integers(rows, depth, seed=2).bfloat16()
     expected = gm(x)
-    is_few = 0 < rows <= max_rows(torch.bfloat16)
-    assert block_few_rows(gm.graph) == (is_few and columns >= MIN_COLUMNS)
-    assert block_few_rows(gm.graph) == 0
+    is_rewritten = columns >= MIN_COLUMNS and is_few(kernel, torch.bfloat16, rows, weight.numel())
+    with replaced((few_rows, "few_rows_kernel", lambda *_: kernel)):
+        assert block_few_rows(gm.graph) == is_rewritten
+        assert block_few_rows(gm.graph) == 0
     gm.recompile()
     assert torch.equal(gm(x), expected)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=str)
+def test_blocks_are_those_of_the_template(kernel: FewRowsKernel) -> None:
+    """Relies on ``pack_vnni_weight``, by which the template packs weights itself."""
+    from torch._inductor.codegen import cpp_micro_gemm
+
+    columns, depth = 3 * kernel.block - 5, 14
+    weight = torch.randn(columns, depth).bfloat16().t()
+    gm = graph_of(1, weight, None)
+    with replaced((few_rows, "few_rows_kernel", lambda *_: kernel)):
+        assert block_few_rows(gm.graph) == 1
+    [product] = gm.graph.find_nodes(
+        op="call_function", target=torch.ops.amp_fx.few_rows_product.default
+    )
+    gm.graph.output_node().args = (product.args[1],)
+    gm.recompile()
+    template: Any = CppGemmTemplate
+    size, padded = template.get_padded_size(columns, kernel.block, depth, True)
+    blocked = template.block_weight(weight, size, padded - columns)
+    kind = "CppMicroGemmAMX" if kernel.uses_amx else "CppMicroGemmFP32Vec"
+    dtypes = torch.bfloat16, torch.bfloat16, torch.float32, torch.float32
+    micro_gemm = getattr(cpp_micro_gemm, kind)("", *dtypes, None, 1)
+    expected = template.pack_vnni_weight(blocked, micro_gemm, size)
+    result = gm(torch.empty(1, depth).bfloat16())
+    assert torch.equal(result, expected)
+    assert result.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("is_wide", "uses_amx", "num_weights", "rows"),
+    [
+        (True, False, 2**30, 8),
+        (True, False, 2**15, 16),
+        (False, False, 2**30, 4),
+        (False, False, 2**15, 64),
+        (False, True, 2**30, 32),
+        (False, True, 2**18, 64),
+        (False, True, 1, MAX_ROWS),
+    ],
+)
+def test_small_weights_have_more_rows(
+    monkeypatch: pytest.MonkeyPatch, *, is_wide: bool, uses_amx: bool, num_weights: int, rows: int
+) -> None:
+    """Measured; see ``docs/benchmarks.md``."""
+    monkeypatch.setattr(few_rows, "is_wide", lambda *_: is_wide)
+    assert max_rows(torch.bfloat16, num_weights, uses_amx=uses_amx) == rows
 
 
 @pytest.mark.parametrize(("dtype", "device"), [(torch.float32, "cpu"), (torch.bfloat16, "meta")])
@@ -120,9 +191,9 @@ def test_a_product_with_an_input_is_left_alone() -> None:
     assert block_few_rows(gm.graph) == 0
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=SHARED)
+@settings(max_examples=6, deadline=None, suppress_health_check=SHARED)
 @given(
-    rows=st.integers(0, 8),
+    rows=st.sampled_from([0, 1, 3, 8, 9, 31, 32, 33, 48, 128, 129]),
     depth=st.integers(40, 130),
     columns=st.integers(16, 130),
     has_bias=st.booleans(),
@@ -154,7 +225,8 @@ def test_exact_sums_have_the_bits_of_eager_autocast(
         result = torch.compile(model, backend="amp_fx", options=options)(x)
         with torch.autocast("cpu", low):
             expected = model(x).to(dtype)
-    assert bool(blocked()) == (0 < rows <= max_rows(low))
+    kernel = few_rows_kernel(low, rows, columns, depth) if rows else None
+    assert bool(blocked()) == is_few(kernel, low, rows, columns * depth)
     assert torch.equal(result, expected)
 
 
