@@ -58,7 +58,9 @@ class Options:
             gradients, packed for its kernels and refreshed after writes. None does so on the CPU,
             and wherever inductor's own ``freezing`` is on. On accelerators, constants cannot be
             used together with inductor's CUDA graphs.
-        fold_batch_norm: True folds batch norms into packed convolutions, which changes roundings.
+        fold_batch_norm: Whether batch norms are folded into packed convolutions. None folds them on
+            the CPU, in bfloat16, where the result is more accurate than without folding. True folds
+            them in float16 and on GPUs as well, by inductor's own pass, which is less accurate.
         weight_grads: ``"float32"``: on CUDA, products that compute gradients of weights return
             float32, the dtype in which the hardware sums; this is more exact than autocast and
             moves fewer bytes. ``"autocast"``: they round to the low-precision dtype first. None:
@@ -102,7 +104,7 @@ class Options:
     weight_cache: bool | str = True
     verify: str = "sample"
     freezing: bool | None = None
-    fold_batch_norm: bool = False
+    fold_batch_norm: bool | None = None
     weight_grads: str | None = None
     numerics: str | None = None
     range_guard: bool = True

@@ -30,7 +30,7 @@ from amp_fx.passes.widen_products import widen_products
 from amp_fx.stats import record
 from amp_fx.tables import generated
 from amp_fx.torch_private.inductor_passes import CustomGraphPass, get_hash_for_files
-from amp_fx.weights import few_rows
+from amp_fx.weights import batch_norms, few_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,7 +45,7 @@ DEVICES = ("cuda",)
 XPU has these kernels too (``WITH_OUT_DTYPE``), but gradients have not been run there.
 """
 
-_MODULES = (casting, few_rows, flattening, generated, keeping, raising, widening)
+_MODULES = (batch_norms, casting, few_rows, flattening, generated, keeping, raising, widening)
 _PASSES = (*(module.__file__ for module in _MODULES),)
 
 

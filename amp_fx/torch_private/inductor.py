@@ -34,6 +34,7 @@ from torch._inductor.lowering import (
     make_pointwise,
     maybe_layout_constraints,
     register_lowering,
+    to_dtype,
 )
 from torch._inductor.pattern_matcher import PatternMatcherPass
 from torch._inductor.scheduler import SchedulerNode
@@ -54,6 +55,7 @@ __all__ = (
     "GraphLowering",
     "PatternMatcherPass",
     "SchedulerNode",
+    "allow_float32_biases",
     "aoti_compile_and_package",
     "compile_fx_module",
     "decompositions",
@@ -191,3 +193,35 @@ def lower_few_rows_product(op: Any) -> None:
 
         buffer = ir.CppTemplateBuffer(template.layout, inputs, make_render, template, None)
         return ir.TensorBox.create(buffer)
+
+
+@functools.cache
+def allow_float32_biases() -> None:
+    """Makes packed bfloat16 convolutions take float32 biases, as oneDNN's kernels do.
+
+    Relies on the lowerings of these ops promoting the dtypes of all tensors to one, and on
+    ``__wrapped__``, which does not. The ops that also add a tensor check the dtype of the bias, so
+    it is rounded for them.
+    """
+    mkldnn = torch.ops.mkldnn
+    alone = mkldnn._convolution_pointwise.default
+    for op in (alone, mkldnn._convolution_pointwise.binary, mkldnn._convolution_pointwise_.binary):
+        lowerings[op] = _with_bias(lowerings[op], is_rounded=op is not alone)
+
+
+def _with_bias(promoting: Any, *, is_rounded: bool) -> Any:
+    def is_bias(arg: Any) -> bool:
+        return isinstance(arg, ir.TensorBox) and len(arg.get_size()) == 1
+
+    @functools.wraps(promoting)
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        others = [arg for arg in args if isinstance(arg, ir.TensorBox) and not is_bias(arg)]
+        dtypes = {other.get_dtype() for other in others}
+        if len(dtypes) > 1:
+            return promoting(*args, **kwargs)
+        if is_rounded:
+            [dtype] = dtypes
+            args = tuple(to_dtype(arg, dtype) if is_bias(arg) else arg for arg in args)
+        return promoting.__wrapped__(*args, **kwargs)
+
+    return lower

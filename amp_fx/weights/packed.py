@@ -22,6 +22,7 @@ from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.purity import is_pure
 from amp_fx.replaced import replaced
 from amp_fx.torch_private.fake_tensors import FakeTensor, unset_fake_temporarily
+from amp_fx.weights.batch_norms import fold_batch_norms, round_biases
 from amp_fx.weights.few_rows import block_few_rows
 from amp_fx.weights.split import (
     Prepare,
@@ -169,7 +170,7 @@ def compile_packed(
     names: Mapping[int, str],
     compile_graph: Callable[..., Any],
     *,
-    folds_batch_norm: bool = False,
+    folds_batch_norm: bool | None = None,
     chooses_kernels: bool = False,
     check: Check | None = None,
     widen: Widen | None = None,
@@ -183,8 +184,8 @@ def compile_packed(
         weights: The inputs that are weights, by position.
         names: Names of the weights in the user's program, by position.
         compile_graph: Inductor's ``compile_fx_inner`` or an equivalent function.
-        folds_batch_norm: Whether batch norms are folded into the weights of convolutions. This
-            changes roundings.
+        folds_batch_norm: Whether batch norms are folded into the weights of convolutions. None
+            folds them where that is more accurate (``batch_norms``), True wherever inductor does.
         chooses_kernels: Whether products may add up in another order than each of them does in
             oneDNN: products of few rows in inductor's C++ template (``few_rows``), and products of
             one input as one product.
@@ -269,7 +270,7 @@ def pack(
     weights: Mapping[int, torch.Tensor],
     names: Mapping[int, str],
     *,
-    folds_batch_norm: bool,
+    folds_batch_norm: bool | None,
     chooses_kernels: bool,
     check: Check | None = None,
     widen: Widen | None = None,
@@ -308,6 +309,8 @@ def pack(
         gm.graph = _without_duplicates(gm.graph)
         gm.recompile()
         if chooses_kernels:
+            if folds_batch_norm is not False:
+                fold_batch_norms(gm.graph)
             constants.fold(gm)
             if block_few_rows(gm.graph):
                 constants.fold(gm)  # later passes give the blocks fake values, without padding
@@ -317,13 +320,14 @@ def pack(
             freezing.convert_conv_weights_to_channels_last(gm)
         with (
             replaced((freezing, "constant_fold", constants.fold)),
-            batch_norm_folding(folds_batch_norm),
+            batch_norm_folding(bool(folds_batch_norm)),
             config.patch({"cpp.enable_concat_linear": True} if chooses_kernels else {}),
             packing_for_onednn() if chooses_kernels else contextlib.nullcontext(),
         ):
             splits = set(_splits(gm.graph))
             freezing_passes(gm, [example_inputs[i] for i in taken])
             _copy_returned_parts(gm, [split for split in _splits(gm.graph) if split not in splits])
+        round_biases(gm.graph)
         constants.fold(gm)
         if check is not None:
             check(gm.graph)

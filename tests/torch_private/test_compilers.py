@@ -406,6 +406,19 @@ def test_a_template_takes_a_blocked_weight() -> None:
     assert op in inductor.lowerings
 
 
+def test_lowerings_of_packed_convolutions_wrap_functions_that_promote_no_dtypes() -> None:
+    """``tests/weights/test_batch_norms.py`` compares results."""
+    mkldnn = torch.ops.mkldnn
+    for op, number in (
+        (mkldnn._convolution_pointwise.default, 10),
+        (mkldnn._convolution_pointwise.binary, 13),
+        (mkldnn._convolution_pointwise_.binary, 13),
+    ):
+        function = inspect.unwrap(inductor.lowerings[op])
+        assert function is not inductor.lowerings[op]
+        assert len(inspect.signature(function).parameters) == number
+
+
 def test_the_modules_of_dynamo_are_not_imported_with_amp_fx() -> None:
     code = "import sys, amp_fx; sys.exit('amp_fx.torch_private.dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,206 @@
+"""Folds batch norms, and other arithmetic by channel, into the weights of convolutions.
+
+Before:
+    %low  = prims.convert_element_type(%weight, torch.bfloat16)
+    %conv = aten.convolution(%x, %low, None, ...)
+    %a    = aten.sub(%conv, %mean)             # float32; %mean, %scale and %shift are constants
+    %b    = aten.mul(%a, %scale)
+    %c    = aten.add(%b, %shift)
+    %y    = prims.convert_element_type(%c, torch.bfloat16)
+After:
+    %scaled = aten.mul(%weight, %scale)        # reshapes of constants are left out here
+    %low    = prims.convert_element_type(%scaled, torch.bfloat16)
+    %a      = aten.mul(aten.neg(%mean), %scale)
+    %bias   = aten.add(%a, %shift)             # float32
+    %y      = aten.convolution(%x, %low, %bias, ...)
+
+The weight is rounded once, after it is scaled. oneDNN's kernels add a float32 bias before they
+round. So one rounding of the result remains of two, and the result is more accurate than without
+folding. Inductor's own pass (``binary_folding``) scales the rounded weight, rounds it again, and
+rounds the bias, which is less accurate than no folding.
+
+Left alone on purpose: float16, whose range scaled weights may leave; results that are not rounded
+to the convolution's dtype; transposed and one-dimensional convolutions and other devices, whose
+kernels take no float32 bias.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import fx
+
+from amp_fx.graphs.casts import CONVERT, evaluate
+from amp_fx.graphs.metadata import VALUE
+from amp_fx.graphs.purity import is_pure
+from amp_fx.torch_private.inductor import allow_float32_biases
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+aten = torch.ops.aten
+
+PACKED_DIMS = (4, 5)
+"""Dimensions of the results of convolutions that inductor packs for oneDNN."""
+_ARITHMETIC = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
+_COMMUTATIVE = (aten.add.Tensor, aten.mul.Tensor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Affine:
+    """Arithmetic after a convolution that scales and shifts each channel by constants.
+
+    Attributes:
+        convolution: The convolution.
+        steps: The arithmetic, in order.
+        result: The node that rounds its result to the dtype of the convolution.
+    """
+
+    convolution: fx.Node
+    steps: tuple[fx.Node, ...]
+    result: fx.Node
+
+
+def fold_batch_norms(graph: fx.Graph) -> int:
+    """Rewrites a graph in place.
+
+    Args:
+        graph: A graph without gradients, whose constants are ``get_attr`` nodes and what depends on
+            them alone.
+
+    Returns:
+        The number of convolutions that were rewritten.
+    """
+    constants = _constants(graph)
+    convolutions = graph.find_nodes(op="call_function", target=aten.convolution.default)
+    found = [_affine_after(convolution, constants) for convolution in convolutions]
+    affines = [affine for affine in found if affine is not None]
+    for affine in affines:
+        _fold(affine)
+    if affines:
+        allow_float32_biases()
+        graph.lint()
+    return len(affines)
+
+
+def round_biases(graph: fx.Graph) -> None:
+    """Rounds the float32 biases that kernels do not take, in place.
+
+    These are biases of convolutions that were not packed, and of those to whose result a tensor is
+    added: inductor gives both to one kernel, which checks the dtype of the bias.
+    """
+    packed = torch.ops.mkldnn._convolution_pointwise.default
+    for op in (aten.convolution.default, packed):
+        for convolution in graph.find_nodes(op="call_function", target=op):
+            x, _, bias, *_ = convolution.args
+            dtype = VALUE.of(x).dtype
+            is_kept = op is packed and [u.target for u in convolution.users] != [aten.add.Tensor]
+            if bias is None or VALUE.of(bias).dtype == dtype or is_kept:
+                continue
+            with graph.inserting_before(convolution):
+                rounded = graph.call_function(CONVERT, (bias, dtype))
+            evaluate(rounded)
+            convolution.update_arg(2, rounded)
+
+
+def _constants(graph: fx.Graph) -> set[fx.Node]:
+    constants: set[fx.Node] = set()
+    for node in graph.nodes:
+        is_computed = node.op == "call_function" and node.all_input_nodes and is_pure(node)
+        if node.op == "get_attr" or (is_computed and constants.issuperset(node.all_input_nodes)):
+            constants.add(node)
+    return constants
+
+
+def _affine_after(convolution: fx.Node, constants: Collection[fx.Node]) -> Affine | None:
+    _, weight, bias, *_ = convolution.args
+    is_transposed = convolution.args[6]
+    value = VALUE.of(convolution)
+    if (
+        is_transposed
+        or value.dtype is not torch.bfloat16
+        or value.device.type != "cpu"
+        or value.dim() not in PACKED_DIMS
+        or weight not in constants
+        or (bias is not None and bias not in constants)
+    ):
+        return None
+    node = convolution
+    steps: list[fx.Node] = []
+    while len(node.users) == 1:
+        [user] = node.users
+        if user.target is CONVERT and VALUE.of(user).dtype == value.dtype:
+            return Affine(convolution, tuple(steps), user) if steps else None
+        if not _is_step(user, node, value, constants):
+            return None
+        steps.append(user)
+        node = user
+    return None
+
+
+def _is_step(
+    user: fx.Node, node: fx.Node, value: torch.Tensor, constants: Collection[fx.Node]
+) -> bool:
+    """Returns True if a node scales or shifts each channel of another, in float32."""
+    if user.target not in (CONVERT, *_ARITHMETIC) or user.kwargs:
+        return False
+    if VALUE.of(user).dtype is not torch.float32 or VALUE.of(user).shape != value.shape:
+        return False
+    if user.target is CONVERT:
+        return True
+    other = _other(user, node)
+    if other not in constants or (user.args[0] is other and user.target not in _COMMUTATIVE):
+        return False
+    shape = VALUE.of(other).shape
+    sizes = [1] * (value.dim() - len(shape)) + list(shape)
+    by_channel = [1, value.size(1)] + [1] * (value.dim() - 2)
+    return sizes == by_channel and VALUE.of(other).dtype.is_floating_point
+
+
+def _other(step: fx.Node, node: fx.Node) -> fx.Node:
+    left, right = step.args
+    return cast("fx.Node", right if left is node else left)
+
+
+def _fold(affine: Affine) -> None:
+    convolution, graph = affine.convolution, affine.result.graph
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        evaluate(node)
+        return node
+
+    def exact(node: fx.Node) -> fx.Node:
+        """Returns a float32 constant that was not rounded."""
+        if node.target is CONVERT and VALUE.of(node.all_input_nodes[0]).dtype is torch.float32:
+            return node.all_input_nodes[0]
+        is_wide = VALUE.of(node).dtype is torch.float32
+        return node if is_wide else call(CONVERT, node, torch.float32)
+
+    x, weight, bias, *settings = cast("tuple[Any, ...]", convolution.args)
+    with graph.inserting_before(affine.result):
+        scaled, shift = exact(weight), bias if bias is None else exact(bias)
+        by_weight = [-1] + [1] * (VALUE.of(weight).dim() - 1)
+        node = convolution
+        for step in affine.steps:
+            if step.target is not CONVERT:
+                constant = call(aten.reshape.default, _other(step, node), [-1])
+                is_factor = step.target in (aten.mul.Tensor, aten.div.Tensor)
+                if is_factor:
+                    scaled = call(
+                        step.target, scaled, call(aten.reshape.default, constant, by_weight)
+                    )
+                if shift is not None:
+                    shift = call(step.target, shift, constant)
+                elif not is_factor:
+                    is_added = step.target is aten.add.Tensor
+                    shift = constant if is_added else call(aten.neg.default, constant)
+            node = step
+        low = call(CONVERT, scaled, VALUE.of(weight).dtype)
+        folded = graph.call_function(aten.convolution.default, (x, low, shift, *settings))
+    folded.meta = dict(convolution.meta)
+    affine.result.replace_all_uses_with(folded)
+    for unused in (affine.result, *reversed(affine.steps), convolution):
+        graph.erase_node(unused)

@@ -1,0 +1,270 @@
+"""Batch norms that are folded into the weights of convolutions."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from amp_fx import weight_cache
+from amp_fx.weights.batch_norms import round_biases
+from tests import needs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = needs.FROZEN_GRAPHS
+
+NEAR = 2**-7
+"""Two roundings to bfloat16, relative to the result."""
+CONVOLUTIONS: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+NORMS: Any = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def filled(model: Any, seed: int = 0) -> Any:
+    """Gives batch norms statistics and weights that are far from 0 and 1."""
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.is_floating_point() and tensor.dim() == 1:
+            tensor.data.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
+    return model.eval()
+
+
+@torch.no_grad()
+def run(model: nn.Module, x: torch.Tensor, **options: Any) -> torch.Tensor:
+    torch._dynamo.reset()
+    weight_cache.clear()
+    given: Any = {"dtype": torch.bfloat16, "fallback": False, **options}
+    out: torch.Tensor = torch.compile(model, backend="amp_fx", options=given)(x)
+    return out
+
+
+@torch.no_grad()
+def error(model: nn.Module, x: torch.Tensor, result: torch.Tensor) -> float:
+    """Relative to float64."""
+    exact = copy.deepcopy(model).double()(x.double())
+    return float((result - exact).norm() / exact.norm())
+
+
+def num_folded() -> int:
+    """Weights of convolutions that depend on statistics."""
+    return sum({"sqrt", "_reorder_convolution_weight"} <= {*v.ops} for v in values())
+
+
+def values() -> list[weight_cache.KeptValue]:
+    return list(weight_cache.stats().values)
+
+
+class Residual(nn.Module):
+    """A convolution with its norm, to which the input is added."""
+
+    def __init__(self, dims: int, channels: int, *, is_added: bool, is_cut: bool, **kind: Any):
+        super().__init__()
+        self.convolution = CONVOLUTIONS[dims - 1](channels, channels, 3, padding=1, **kind)
+        self.norm = NORMS[dims - 1](channels)
+        self.is_added, self.is_cut = is_added, is_cut
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.norm(self.convolution(x))
+        y = y + x.to(y.dtype) if self.is_added else y
+        return torch.relu(y) if self.is_cut else y
+
+
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    dims=st.integers(1, 3),
+    channels=st.sampled_from([8, 12, 32]),
+    groups=st.sampled_from([1, 4]),
+    bias=st.booleans(),
+    is_added=st.booleans(),
+    is_cut=st.booleans(),
+)
+def test_a_folded_norm_is_near_float64(
+    *, dims: int, channels: int, groups: int, bias: bool, is_added: bool, is_cut: bool
+) -> None:
+    torch.manual_seed(0)
+    model = Residual(dims, channels, is_added=is_added, is_cut=is_cut, groups=groups, bias=bias)
+    x = torch.randn(2, channels, *[10] * dims)
+    result = run(filled(model), x)
+    assert num_folded() == (dims > 1)
+    assert error(model, x, result) < NEAR
+
+
+class Blocks(nn.Module):
+    """Residual blocks, whose second norms are added to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32))
+        self.blocks = nn.ModuleList(
+            Residual(2, 32, is_added=i % 2 == 1, is_cut=True, bias=False) for i in range(8)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.stem(x))
+        for block in self.blocks:
+            x = block(x)
+        return x.mean((2, 3))
+
+
+@torch.no_grad()
+def with_inductors_folding(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(freezing=True), torch.autocast("cpu", torch.bfloat16):
+        out: torch.Tensor = torch.compile(model)(x)
+    return out
+
+
+@torch.no_grad()
+def test_a_network_is_more_accurate_with_folded_norms() -> None:
+    """With statistics of data. Inductor's own folding is the least accurate."""
+    errors = dict.fromkeys(("folded", "unfolded", "by inductor"), 0.0)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model, x = Blocks(), torch.randn(8, 3, 24, 24).cumsum(-1) / 4
+        for norm in model.modules():
+            if isinstance(norm, nn.BatchNorm2d):
+                norm.momentum = None
+                nn.init.uniform_(norm.weight, 0.5, 1.5)
+                nn.init.normal_(norm.bias, std=0.2)
+        model.train()(x)
+        model.eval()
+        errors["folded"] += error(model, x, run(model, x))
+        errors["unfolded"] += error(model, x, run(model, x, fold_batch_norm=False))
+        errors["by inductor"] += error(model, x, with_inductors_folding(model, x))
+    assert errors["folded"] < errors["unfolded"] < errors["by inductor"]
+
+
+def scaled(channels: int = 8) -> nn.Module:
+    """A frozen norm as detection models have it: buffers, a product and a sum."""
+
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv2d(channels, channels, 3)
+            self.scale = nn.Parameter(torch.rand(1, channels, 1, 1) + 0.5)
+            self.shift = nn.Parameter(torch.rand(channels, 1, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.shift + self.convolution(x) * self.scale
+            return y.bfloat16().relu()
+
+    return Frozen().eval()
+
+
+class Twice(nn.Module):
+    """Uses the result of the convolution beside its norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.convolution(x)
+        out: torch.Tensor = torch.sigmoid(y) + self.norm(y)
+        return out
+
+
+class Shared(nn.Module):
+    """One convolution with two norms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(8, 8, 3, padding=1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm in self.norms:
+            x = torch.relu(norm(self.convolution(x)))
+        return x
+
+
+def line(kind: Any = nn.Conv2d, **norm: Any) -> Callable[[], Any]:
+    return lambda: nn.Sequential(kind(8, 8, 3), nn.BatchNorm2d(8, **norm), nn.SiLU())
+
+
+MODELS: dict[str, tuple[Callable[[], Any], int]] = {
+    "a line": (line(), 1),
+    "no affine weights": (line(affine=False), 1),
+    "statistics of the batch": (line(track_running_stats=False), 0),
+    "transposed": (line(nn.ConvTranspose2d), 0),
+    "its result is used twice": (Twice, 0),
+    "two norms of one convolution": (Shared, 2),
+    "a norm without a convolution": (
+        lambda: nn.Sequential(nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3)),
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_which_norms_are_folded(name: str) -> None:
+    make, number = MODELS[name]
+    torch.manual_seed(0)
+    model, x = filled(make()), torch.randn(2, 8, 9, 9)
+    result = run(model, x)
+    assert num_folded() == number
+    assert error(model, x, result) < NEAR
+
+
+def test_arithmetic_by_channel_is_folded() -> None:
+    torch.manual_seed(0)
+    model, x = scaled(), torch.randn(2, 8, 9, 9)
+    result = run(model, x)
+    assert any({"mul", "_reorder_convolution_weight"} <= {*value.ops} for value in values())
+    assert error(model, x, result) < NEAR
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": torch.float16},
+        {"numerics": "strict"},
+        {"numerics": "eager"},
+        {"freezing": False},
+        {"weight_cache": False},
+    ],
+    ids=str,
+)
+def test_options_without_folding(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, x = filled(line()()), torch.randn(2, 8, 9, 9)
+    result = run(model, x, **options)
+    assert num_folded() == 0
+    assert error(model, x, result) < NEAR
+
+
+def test_a_convolution_that_is_not_packed_takes_a_rounded_bias() -> None:
+    x, weight, bias = torch.randn(1, 4, 9, 9), torch.randn(8, 4, 3, 3), torch.randn(8)
+    low = x.bfloat16(), weight.bfloat16()
+    gm = make_fx(torch.conv2d, tracing_mode="fake")(*low, bias.bfloat16())
+    *_, place = gm.graph.find_nodes(op="placeholder")
+    place.meta["val"] = place.meta["val"].float()
+    for _ in range(2):
+        round_biases(gm.graph)
+    gm.recompile()
+    assert torch.equal(gm(*low, bias), torch.conv2d(*low, bias.bfloat16()))
+    assert sum("convert" in str(node.target) for node in gm.graph.nodes) == 1
+
+
+@torch.no_grad()
+def test_training_between_calls_is_seen() -> None:
+    torch.manual_seed(0)
+    model, x = filled(nn.Sequential(line()(), line()())), torch.randn(4, 8, 9, 9)
+    options: Any = {"dtype": torch.bfloat16, "fallback": False}
+    compiled: Any = torch.compile(model, backend="amp_fx", options=options)
+    for factor in (1.0, 3.0, -2.0):
+        model.train()(factor * x + factor)
+        model.eval()
+        model[0][1].bias.mul_(factor)
+        model[1][0].weight.data.mul_(1 + factor)
+        assert error(model, x, compiled(x)) < 1e-2
+    assert num_folded() == 2
