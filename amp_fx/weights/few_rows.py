@@ -52,7 +52,7 @@ aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class RowLimits:
     """Up to where the template is faster than oneDNN; see ``docs/benchmarks.md``.
 
     Attributes:
@@ -65,9 +65,9 @@ class Limits:
     multiplications: int
 
 
-WITHOUT_UNITS = Limits(8, 2**19)
-WITH_UNITS = Limits(4, 2**21)
-WITH_AMX = Limits(32, 2**24)
+WITHOUT_UNITS = RowLimits(8, 2**19)
+WITH_UNITS = RowLimits(4, 2**21)
+WITH_AMX = RowLimits(32, 2**24)
 MAX_ROWS = 128
 """No weight is so small that the template is faster for many more rows."""
 MIN_COLUMNS = 16

@@ -106,7 +106,8 @@ def test_the_weights_of_attention_are_packed(dtype: torch.dtype) -> None:
     compiled(x)
     packed = [v for v in amp_fx.weight_cache.stats().values if "in_proj_weight" in v.weights[0]]
     assert len(packed) == 2
-    assert all(any("_reorder_linear_weight" in op for op in value.ops) for value in packed)
+    layouts = {"_reorder_linear_weight", "reshape"}  # oneDNN's, and blocks for few rows
+    assert all(layouts.intersection(value.ops) for value in packed)
 
 
 @pytest.mark.one_in(2)

@@ -143,7 +143,9 @@ def expected(
 def error_of(actual: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
     """The greatest distance of two results, relative to what is wanted."""
     pairs = zip(actual, wanted, strict=True)
-    return max((a - w).abs().max().item() / w.square().mean().sqrt().item() for a, w in pairs)
+    return max(
+        (a - w).abs().max().item() / (w.square().mean().sqrt().item() or 1.0) for a, w in pairs
+    )
 
 
 def is_right(way: Way, program: Program, held: Sequence[torch.Tensor], x: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from amp_fx import weight_cache
+from amp_fx.weights.few_rows import MAX_ROWS
 from tests import needs
 from tests.weights.keeping import Way
 from tests.weights.test_few_rows import integers
@@ -44,7 +45,7 @@ def check(model: Several, results: list[torch.Tensor], x: torch.Tensor) -> None:
 
 @settings(max_examples=4, deadline=None)
 @given(
-    rows=st.integers(5, 20),
+    rows=st.integers(MAX_ROWS + 1, MAX_ROWS + 20),
     depth=st.integers(16, 100),
     columns=st.lists(st.integers(16, 70), min_size=2, max_size=3),
     has_bias=st.booleans(),
