@@ -94,10 +94,13 @@ def round_biases(graph: fx.Graph) -> None:
     packed = torch.ops.mkldnn._convolution_pointwise.default
     for op in (aten.convolution.default, packed):
         for convolution in graph.find_nodes(op="call_function", target=op):
-            x, _, bias, *_ = convolution.args
-            dtype = VALUE.of(x).dtype
+            bias: Any = convolution.args[2]
             is_kept = op is packed and [u.target for u in convolution.users] != [aten.add.Tensor]
-            if bias is None or VALUE.of(bias).dtype == dtype or is_kept:
+            if is_kept or bias is None:
+                continue
+            value = VALUE.get(bias)  # inductor's own folding, which rounds biases, sets none
+            dtype = VALUE.of(convolution.all_input_nodes[0]).dtype
+            if value is None or value.dtype == dtype:
                 continue
             with graph.inserting_before(convolution):
                 rounded = graph.call_function(CONVERT, (bias, dtype))

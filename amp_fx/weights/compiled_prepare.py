@@ -26,8 +26,9 @@ def is_compiled(spec: Any, weights: Sequence[torch.Tensor]) -> bool:
 def _has_memory(spec: CachedValueSpec) -> bool:
     if all(is_view(node) for node in spec.nodes if node.op == "call_function"):
         return False
-    fakes = map(VALUE.of, spec.outputs)
-    return all(map(torch.ops.aten.is_non_overlapping_and_dense.default, fakes))
+    fakes = [VALUE.get(output) for output in spec.outputs]  # inductor's folding of norms sets none
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
+    return all(fake is not None and is_dense(fake) for fake in fakes)
 
 
 def empty_values(spec: CachedValueSpec, weights: Sequence[torch.Tensor]) -> Any:
