@@ -103,7 +103,7 @@ _STRICT, _EAGER = (("numerics", "strict"),), (("numerics", "eager"),)
 _ROUNDING = "native, with generated code that rounds as eager code does"
 _FREEZING = "native, with inductor's freezing of weights, which sees no write to them"
 _TUNING = (("max_autotune", True),)
-_FOLDING = "amp_fx, with batch norms folded into convolutions"
+_UNFOLDED = "amp_fx that folds no batch norms into convolutions"
 _UNFROZEN = "amp_fx that packs no weights"
 _CACHED = "amp_fx with casts of weights cached in training"
 _LEAN = "amp_fx with the lean preset: a low residual stream, float32 gradients of weights"
@@ -123,7 +123,9 @@ CONTENDERS = (
     ),
     _ours(AMP_FX, 'torch.compile(backend="amp_fx")'),
     _ours(TUNED, "amp_fx with max_autotune", options=_TUNING, is_for_inference=True),
-    _ours("amp_fx-folding", _FOLDING, options=(("fold_batch_norm", True),), is_for_inference=True),
+    _ours(
+        "amp_fx-unfolded", _UNFOLDED, options=(("fold_batch_norm", False),), is_for_inference=True
+    ),
     _ours(UNFROZEN, _UNFROZEN, options=(("freezing", False),), is_for_inference=True),
     _ours(CACHED, _CACHED, options=(("weight_cache", "training"),), is_for_training=True),
     _ours(UNCACHED, "amp_fx with weight_cache off", options=(("weight_cache", False),)),
