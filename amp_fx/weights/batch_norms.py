@@ -98,9 +98,11 @@ def round_biases(graph: fx.Graph) -> None:
             is_kept = op is packed and [u.target for u in convolution.users] != [aten.add.Tensor]
             if is_kept or bias is None:
                 continue
-            value = VALUE.get(bias)  # inductor's own folding, which rounds biases, sets none
+            value = VALUE.get(bias)
+            if value is None:  # inductor's own folding, which rounds biases, sets none
+                continue
             dtype = VALUE.of(convolution.all_input_nodes[0]).dtype
-            if value is None or value.dtype == dtype:
+            if value.dtype == dtype:
                 continue
             with graph.inserting_before(convolution):
                 rounded = graph.call_function(CONVERT, (bias, dtype))
