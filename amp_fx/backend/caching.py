@@ -283,9 +283,8 @@ class Caching:
         chosen = self.weights if is_inference else self._chosen_in_training()
         found = {position_of[i]: weight for i, weight in chosen.items()}
         on_accelerators = [n for n in map(placeholders.__getitem__, found) if not _is_on_cpu(n)]
-        cast_in_kernels = set()
-        if not (is_inference and self.is_packable):
-            cast_in_kernels = convolution_biases(on_accelerators)
+        is_packed = is_inference and self.is_packable
+        cast_in_kernels = set() if is_packed else convolution_biases(on_accelerators)
         if not is_inference:
             cast_in_kernels |= read_whole(on_accelerators)
         found = {i: w for i, w in found.items() if placeholders[i] not in cast_in_kernels}

@@ -163,12 +163,12 @@ def lower_few_rows_product(op: Any) -> None:
     ``CppTemplateBuffer``. ``CppTemplate.generate`` would generate the code twice, to time it.
 
     Args:
-        op: Takes rows, the blocked weight, a bias or None, the number of columns, and whether
-            pairs of rows of a block are interleaved.
+        op: Takes rows, the blocked weight, a bias or None, the number of columns, and how many
+            rows of a block are interleaved.
     """
 
     @register_lowering(op, type_promotion_kind=None)
-    def lower(x: Any, blocked: Any, bias: Any, columns: int, _is_interleaved: bool) -> Any:
+    def lower(x: Any, blocked: Any, bias: Any, columns: int, _together: int) -> Any:
         x = ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(x))
         rows, depth = x.get_size()
         inputs = [x, blocked]

@@ -34,8 +34,8 @@ from torch import fx
 
 from amp_fx.graphs.casts import CONVERT, evaluate
 from amp_fx.graphs.metadata import VALUE
-from amp_fx.graphs.purity import is_pure
 from amp_fx.torch_private.inductor import allow_float32_biases
+from amp_fx.weights.split import is_preparable
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -54,12 +54,12 @@ class Affine:
 
     Attributes:
         convolution: The convolution.
-        steps: The arithmetic, in order.
+        steps: Its ops with their constants, in order.
         result: The node that rounds its result to the dtype of the convolution.
     """
 
     convolution: fx.Node
-    steps: tuple[fx.Node, ...]
+    steps: tuple[tuple[Any, fx.Node], ...]
     result: fx.Node
 
 
@@ -81,6 +81,7 @@ def fold_batch_norms(graph: fx.Graph) -> int:
         _fold(affine)
     if affines:
         allow_float32_biases()
+        graph.eliminate_dead_code()
         graph.lint()
     return len(affines)
 
@@ -113,8 +114,7 @@ def round_biases(graph: fx.Graph) -> None:
 def _constants(graph: fx.Graph) -> set[fx.Node]:
     constants: set[fx.Node] = set()
     for node in graph.nodes:
-        is_computed = node.op == "call_function" and node.all_input_nodes and is_pure(node)
-        if node.op == "get_attr" or (is_computed and constants.issuperset(node.all_input_nodes)):
+        if node.op == "get_attr" or is_preparable(node, constants):
             constants.add(node)
     return constants
 
@@ -133,40 +133,32 @@ def _affine_after(convolution: fx.Node, constants: Collection[fx.Node]) -> Affin
     ):
         return None
     node = convolution
-    steps: list[fx.Node] = []
+    steps: list[tuple[Any, fx.Node]] = []
     while len(node.users) == 1:
         [user] = node.users
         if user.target is CONVERT and VALUE.of(user).dtype == value.dtype:
             return Affine(convolution, tuple(steps), user) if steps else None
-        if not _is_step(user, node, value, constants):
+        if user.target not in (CONVERT, *_ARITHMETIC) or user.kwargs:
             return None
-        steps.append(user)
+        if VALUE.of(user).dtype is not torch.float32 or VALUE.of(user).shape != value.shape:
+            return None
+        if user.target is not CONVERT:
+            left, right = cast("tuple[Any, Any]", user.args)
+            other = right if left is node else left
+            is_swapped = left is other and user.target not in _COMMUTATIVE
+            if other not in constants or is_swapped or not _is_by_channel(other, value):
+                return None
+            steps.append((user.target, other))
         node = user
     return None
 
 
-def _is_step(
-    user: fx.Node, node: fx.Node, value: torch.Tensor, constants: Collection[fx.Node]
-) -> bool:
-    """Returns True if a node scales or shifts each channel of another, in float32."""
-    if user.target not in (CONVERT, *_ARITHMETIC) or user.kwargs:
-        return False
-    if VALUE.of(user).dtype is not torch.float32 or VALUE.of(user).shape != value.shape:
-        return False
-    if user.target is CONVERT:
-        return True
-    other = _other(user, node)
-    if other not in constants or (user.args[0] is other and user.target not in _COMMUTATIVE):
-        return False
-    shape = VALUE.of(other).shape
+def _is_by_channel(constant: Any, value: torch.Tensor) -> bool:
+    """Returns True if a constant has one number for each channel of a value."""
+    shape = VALUE.of(constant).shape
     sizes = [1] * (value.dim() - len(shape)) + list(shape)
     by_channel = [1, value.size(1)] + [1] * (value.dim() - 2)
-    return sizes == by_channel and VALUE.of(other).dtype.is_floating_point
-
-
-def _other(step: fx.Node, node: fx.Node) -> fx.Node:
-    left, right = step.args
-    return cast("fx.Node", right if left is node else left)
+    return sizes == by_channel and VALUE.of(constant).dtype.is_floating_point
 
 
 def _fold(affine: Affine) -> None:
@@ -188,24 +180,16 @@ def _fold(affine: Affine) -> None:
     with graph.inserting_before(affine.result):
         scaled, shift = exact(weight), bias if bias is None else exact(bias)
         by_weight = [-1] + [1] * (VALUE.of(weight).dim() - 1)
-        node = convolution
-        for step in affine.steps:
-            if step.target is not CONVERT:
-                constant = call(aten.reshape.default, _other(step, node), [-1])
-                is_factor = step.target in (aten.mul.Tensor, aten.div.Tensor)
-                if is_factor:
-                    scaled = call(
-                        step.target, scaled, call(aten.reshape.default, constant, by_weight)
-                    )
-                if shift is not None:
-                    shift = call(step.target, shift, constant)
-                elif not is_factor:
-                    is_added = step.target is aten.add.Tensor
-                    shift = constant if is_added else call(aten.neg.default, constant)
-            node = step
+        for op, other in affine.steps:
+            constant = call(aten.reshape.default, other, [-1])
+            is_factor = op in (aten.mul.Tensor, aten.div.Tensor)
+            if is_factor:
+                scaled = call(op, scaled, call(aten.reshape.default, constant, by_weight))
+            if shift is not None:
+                shift = call(op, shift, constant)
+            elif not is_factor:
+                shift = constant if op is aten.add.Tensor else call(aten.neg.default, constant)
         low = call(CONVERT, scaled, VALUE.of(weight).dtype)
         folded = graph.call_function(aten.convolution.default, (x, low, shift, *settings))
     folded.meta = dict(convolution.meta)
     affine.result.replace_all_uses_with(folded)
-    for unused in (affine.result, *reversed(affine.steps), convolution):
-        graph.erase_node(unused)

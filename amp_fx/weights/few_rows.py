@@ -6,10 +6,11 @@ After:
     %rows    = aten.permute(%weight, [1, 0])              # without padding, not these three
     %padded  = aten.constant_pad_nd(%rows, [0, 0, 0, 47])
     %columns = aten.permute(%padded, [1, 0])
-    %blocks  = aten.reshape(%columns, [768, 1048, 48])
-    %moved   = aten.permute(%blocks, [1, 0, 2])
-    %blocked = aten.clone(%moved, memory_format=torch.contiguous_format)
-    %y       = amp_fx.few_rows_product(%x, %blocked, %bias, 50257, False)
+    %blocks  = aten.reshape(%columns, [768, 1, 1048, 48])
+    %moved   = aten.permute(%blocks, [2, 0, 3, 1])
+    %flat    = aten.reshape(%moved, [1048, 768, 48])
+    %blocked = aten.clone(%flat, memory_format=torch.contiguous_format)
+    %y       = amp_fx.few_rows_product(%x, %blocked, %bias, 50257, 1)
 
 A product of few rows takes the time that reading its weight from memory takes. oneDNN's kernels
 read a packed weight at half of the bandwidth that the template reaches. On a processor without
@@ -77,18 +78,13 @@ MIN_WEIGHTS = 2**12
 
 _library = torch.library.Library("amp_fx", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
-    "few_rows_product(Tensor x, Tensor blocked, Tensor? bias, int columns, bool is_interleaved)"
-    " -> Tensor"
+    "few_rows_product(Tensor x, Tensor blocked, Tensor? bias, int columns, int together) -> Tensor"
 )
 
 
 @torch.library.impl(_library, "few_rows_product", "CompositeExplicitAutograd")
 def few_rows_product(
-    x: torch.Tensor,
-    blocked: torch.Tensor,
-    bias: torch.Tensor | None,
-    columns: int,
-    is_interleaved: bool,
+    x: torch.Tensor, blocked: torch.Tensor, bias: torch.Tensor | None, columns: int, together: int
 ) -> torch.Tensor:
     """Multiplies rows by a blocked weight, as generated code does but for roundings.
 
@@ -97,13 +93,11 @@ def few_rows_product(
         blocked: The weight, ``[blocks, depth, columns of a block]``.
         bias: Is added to each row; ``[columns]``.
         columns: The number of columns without padding.
-        is_interleaved: Whether pairs of rows of a block are interleaved.
+        together: How many rows of a block are interleaved: 2 for AMX units, else 1.
     """
-    if is_interleaved:
-        num_blocks, depth, block = blocked.shape
-        pairs = blocked.reshape(num_blocks, depth // 2, block, 2)
-        blocked = pairs.transpose(2, 3).reshape(num_blocks, depth, block)
-    weight = blocked.transpose(0, 1).flatten(1)[:, :columns]
+    num_blocks, depth, block = blocked.shape
+    rows = blocked.reshape(num_blocks, depth // together, block, together).permute(1, 3, 0, 2)
+    weight = rows.reshape(depth, num_blocks * block)[:, :columns]
     return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
 
@@ -150,20 +144,18 @@ def _block(graph: fx.Graph, product: fx.Node) -> bool:
             padded = graph.call_function(aten.constant_pad_nd.default, (rows, [0, 0, 0, padding]))
             weight = graph.call_function(aten.permute.default, (padded, [1, 0]))
         num_blocks = (columns + padding) // kernel.block
-        sizes, order = [depth, num_blocks, kernel.block], [1, 0, 2]
-        if kernel.uses_amx:
-            sizes, order = [depth // 2, 2, num_blocks, kernel.block], [2, 0, 3, 1]
+        together = 2 if kernel.uses_amx else 1
+        sizes = [depth // together, together, num_blocks, kernel.block]
         blocks = graph.call_function(aten.reshape.default, (weight, sizes))
-        moved = graph.call_function(aten.permute.default, (blocks, order))
-        if kernel.uses_amx:
-            shape = [num_blocks, depth, kernel.block]
-            moved = graph.call_function(aten.reshape.default, (moved, shape))
+        moved = graph.call_function(aten.permute.default, (blocks, [2, 0, 3, 1]))
+        shape = [num_blocks, depth, kernel.block]
+        moved = graph.call_function(aten.reshape.default, (moved, shape))
         blocked = graph.call_function(
             aten.clone.default, (moved,), {"memory_format": torch.contiguous_format}
         )
         replaced = graph.call_function(
             torch.ops.amp_fx.few_rows_product.default,
-            (x, blocked, bias[0] if bias else None, columns, kernel.uses_amx),
+            (x, blocked, bias[0] if bias else None, columns, together),
         )
     replaced.meta = dict(product.meta)
     product.replace_all_uses_with(replaced)

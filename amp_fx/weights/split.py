@@ -475,7 +475,7 @@ def copy_prepared(
             constant = _attribute(gm, str(node.target))
             if isinstance(constant, torch.Tensor):
                 copies[node] = prepare.add(node, copies, constant)
-        elif _is_preparable(node, copies):
+        elif is_preparable(node, copies):
             copy = prepare.add(node, copies)
             if _fits(node, prepare.weights_of(copy)):
                 copies[node] = copy
@@ -489,14 +489,15 @@ def _attribute(gm: fx.GraphModule, target: str) -> Any:
     return attribute
 
 
-def _is_preparable(node: fx.Node, copies: Copies) -> bool:
+def is_preparable(node: fx.Node, known: Collection[fx.Node]) -> bool:
+    """Returns True for a pure op that reads nothing but nodes known to depend on weights alone."""
     if node.op != "call_function" or not is_pure(node):
         return False
     values = tensors_in(VALUE.get(node))
     # Ops that pack weights have no fake kernels, so their nodes have no values.
     if any(map(is_symbolic, values)) or (VALUE.is_on(node) and not values):
         return False
-    return all(source in copies for source in node.all_input_nodes)
+    return all(source in known for source in node.all_input_nodes)
 
 
 def _fits(node: fx.Node, weights: Collection[fx.Node]) -> bool:
