@@ -62,8 +62,8 @@ def _repair() -> None:
 
 @functools.cache
 def _tag() -> str:
-    """Returns a tag for keys of caches: the repair, and the source of ops that are traced."""
+    """Returns a tag for keys of caches: the repairs, and the source of ops that are traced."""
     code = ""
     with contextlib.suppress(OSError):  # where only compiled files are installed
         code = "".join(map(inspect.getsource, (policies_float8, tables_float8)))
-    return f"amp_fx: pytorch#185873, {hashlib.sha256(code.encode()).hexdigest()[:16]}"
+    return f"amp_fx: pytorch#185873, NaN kept, {hashlib.sha256(code.encode()).hexdigest()[:16]}"

@@ -21,7 +21,7 @@ from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
 from torch._inductor.constant_folding import replace_node_with_constant
 from torch._inductor.decomposition import decompositions, select_decomp_table
 from torch._inductor.freezing_utils import enter_freezing, is_frozen_param, record_has_frozen_params
-from torch._inductor.fx_passes import freezing_patterns
+from torch._inductor.fx_passes import freezing_patterns, mkldnn_fusion
 from torch._inductor.fx_passes.freezing_patterns import freezing_passes
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.graph import GraphLowering
@@ -55,6 +55,7 @@ __all__ = (
     "GraphLowering",
     "PatternMatcherPass",
     "SchedulerNode",
+    "V",
     "allow_float32_biases",
     "aoti_compile_and_package",
     "compile_fx_module",
@@ -70,12 +71,14 @@ __all__ = (
     "is_frozen_param",
     "lowerings",
     "make_pointwise",
+    "mkldnn_fusion",
     "ops",
     "packing_for_onednn",
     "record_has_frozen_params",
     "register_lowering",
     "replace_node_with_constant",
     "select_decomp_table",
+    "threshold_bits",
     "tuned_bmm",
     "view_to_reshape",
 )
@@ -225,3 +228,16 @@ def _with_bias(promoting: Any, *, is_rounded: bool) -> Any:
         return promoting.__wrapped__(*args, **kwargs)
 
     return lower
+
+
+def threshold_bits(x: Any) -> Any:
+    """Lowers ``relu`` of a tensor in a low dtype to ATen's kernel, in place, on its bits.
+
+    Relies on ``InplaceBernoulliFallback``, which calls an op that writes its first argument, and
+    does not keep what it returns; and on ``DtypeView``.
+    """
+    largest = torch.tensor(-torch.inf, dtype=x.get_dtype()).view(torch.int16).item()
+    x.realize()
+    bits = ir.DtypeView.create(x, torch.int16)
+    ir.InplaceBernoulliFallback(torch.ops.aten.threshold_.default, bits, largest, 0)
+    return x

@@ -24,6 +24,7 @@ from amp_fx.replaced import replaced
 from amp_fx.torch_private.fake_tensors import FakeTensor, unset_fake_temporarily
 from amp_fx.weights.batch_norms import fold_batch_norms, round_biases
 from amp_fx.weights.few_rows import block_few_rows
+from amp_fx.weights.kept_nan import keeping_nan
 from amp_fx.weights.split import (
     Prepare,
     copy_prepared,
@@ -220,7 +221,12 @@ def compile_packed(
         for attribute, node in constants.copies.items():
             if attribute in gm._buffers:
                 of_templates.add(gm.get_buffer(attribute), node)
-        with _real_constants(example_inputs), _packed_in_cache_keys(), of_templates.following():
+        with (
+            _real_constants(example_inputs),
+            _packed_in_cache_keys(),
+            of_templates.following(),
+            keeping_nan(),
+        ):
             compiled = compile_graph(gm, inputs, **kwargs)
     code, by_name = _code_of(gm, compiled, constants, of_templates)
     outputs: dict[fx.Node, list[str]] = {}
