@@ -53,7 +53,7 @@ class _Lowerings:
         is_linear = op is mkldnn._linear_pointwise.default
         if not is_linear and op not in (*_CONVOLUTIONS, *_WITH_TENSOR):
             return lower
-        none = (None, [], None) if op in _WITH_TENSOR else ("none", [], "")
+        none: tuple[Any, ...] = (None, [], None) if op in _WITH_TENSOR else ("none", [], "")
 
         def lower_without(*args: Any) -> Any:
             *others, name, scalars, _ = args

@@ -131,10 +131,10 @@ def test_relu_in_place_changes_nothing_that_is_read_elsewhere() -> None:
 @torch.no_grad()
 def test_nan_that_is_written_into_a_weight_is_seen() -> None:
     model = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU()).eval()
-    compiled = torch.compile(model, backend="amp_fx")
+    compiled: Any = torch.compile(model, backend="amp_fx")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert not compiled(IMAGES).isnan().any()
-        model[0].weight[3, 0, 0, 0] = torch.nan
+        model.get_parameter("0.weight")[3, 0, 0, 0] = torch.nan
         assert torch.equal(compiled(IMAGES).isnan(), model(IMAGES).isnan())
 
 
