@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from amp_fx.backend.disk_caches import without_autograd_cache
 from amp_fx.backend.inductor import after_autograd, compile_with_inductor, inductor_config
+from amp_fx.backend.inductor_repair import record_output_strides
 from amp_fx.backend.inner import uses_inductor
 from amp_fx.backend.numerics import is_strict
 from amp_fx.graphs.bodies import copy_graph_module
@@ -119,6 +120,7 @@ class Caching:
         """
 
         def compile_cached(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+            record_output_strides(gm)  # before weights have other layouts
             is_inference = bool(kwargs.get("is_inference"))
             chosen = self._chosen_in(gm, kwargs)
             if not chosen:

@@ -55,7 +55,6 @@ __all__ = (
     "GraphLowering",
     "PatternMatcherPass",
     "SchedulerNode",
-    "V",
     "allow_float32_biases",
     "aoti_compile_and_package",
     "compile_fx_module",
@@ -78,7 +77,6 @@ __all__ = (
     "register_lowering",
     "replace_node_with_constant",
     "select_decomp_table",
-    "threshold_bits",
     "tuned_bmm",
     "view_to_reshape",
 )
@@ -228,16 +226,3 @@ def _with_bias(promoting: Any, *, is_rounded: bool) -> Any:
         return promoting.__wrapped__(*args, **kwargs)
 
     return lower
-
-
-def threshold_bits(x: Any) -> Any:
-    """Lowers ``relu`` of a tensor in a low dtype to ATen's kernel, in place, on its bits.
-
-    Relies on ``InplaceBernoulliFallback``, which calls an op that writes its first argument, and
-    does not keep what it returns; and on ``DtypeView``.
-    """
-    largest = torch.tensor(-torch.inf, dtype=x.get_dtype()).view(torch.int16).item()
-    x.realize()
-    bits = ir.DtypeView.create(x, torch.int16)
-    ir.InplaceBernoulliFallback(torch.ops.aten.threshold_.default, bits, largest, 0)
-    return x

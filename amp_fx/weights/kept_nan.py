@@ -4,10 +4,7 @@ Inductor lets oneDNN's kernels compute the activation after a product or convolu
 activations bound their input by the processor's minimum and maximum instructions, which return the
 bound if the input is NaN. So NaN in an image or a weight would leave the graph as a number.
 
-Here, the kernel leaves these activations out, and generated code computes them. For ``relu`` of a
-convolution in a low dtype, it calls ATen's ``threshold_`` on the bits, in place: as integers, the
-numbers below 0 are smaller than -inf or equal to it, and NaN is not. That takes a fourth of the
-time of a loop that converts to float32 and back.
+Here, the kernel leaves these activations out, and generated code computes them.
 """
 
 from __future__ import annotations
@@ -16,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.dtypes import is_low
 from amp_fx.replaced import replaced
-from amp_fx.torch_private.inductor import V, lowerings, mkldnn_fusion, threshold_bits
+from amp_fx.torch_private.inductor import lowerings, mkldnn_fusion
 
 if TYPE_CHECKING:
     import contextlib
@@ -28,7 +24,8 @@ aten = torch.ops.aten
 mkldnn = torch.ops.mkldnn
 prims = torch.ops.prims
 
-_CONVOLUTIONS = (
+_KERNELS = (
+    mkldnn._linear_pointwise.default,
     mkldnn._convolution_pointwise.default,
     mkldnn._convolution_transpose_pointwise.default,
 )
@@ -50,8 +47,7 @@ class _Lowerings:
 
     def __getitem__(self, op: Any) -> Callable[..., Any]:
         lower: Callable[..., Any] = lowerings[op]
-        is_linear = op is mkldnn._linear_pointwise.default
-        if not is_linear and op not in (*_CONVOLUTIONS, *_WITH_TENSOR):
+        if op not in (*_KERNELS, *_WITH_TENSOR):
             return lower
         none: tuple[Any, ...] = (None, [], None) if op in _WITH_TENSOR else ("none", [], "")
 
@@ -60,9 +56,6 @@ class _Lowerings:
             if name not in _ACTIVATIONS or (name == "leaky_relu" and scalars != [0]):
                 return lower(*args)
             result = lower(*others, *none)
-            is_bitwise = name == "relu" and not is_linear and is_low(result.get_dtype())
-            if is_bitwise and not V.graph.cpp_wrapper:
-                return threshold_bits(result)
             return _ACTIVATIONS[name](result, scalars)
 
         return lower_without
