@@ -200,6 +200,8 @@ def lower_few_rows_product(op: Any) -> None:
 def allow_float32_biases() -> None:
     """Makes packed bfloat16 convolutions take float32 biases, as oneDNN's kernels do.
 
+    This holds for the whole process. Biases are the tensors of one dimension among the arguments.
+
     Relies on the lowerings of these ops promoting the dtypes of all tensors to one, and on
     ``__wrapped__``, which does not. The ops that also add a tensor check the dtype of the bias, so
     it is rounded for them.

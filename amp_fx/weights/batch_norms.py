@@ -90,14 +90,16 @@ def round_biases(graph: fx.Graph) -> None:
     """Rounds the float32 biases that kernels do not take, in place.
 
     These are biases of convolutions that were not packed, and of those to whose result a tensor is
-    added: inductor gives both to one kernel, which checks the dtype of the bias.
+    added: inductor gives both to one kernel, which checks the dtype of the bias. If it gives other
+    ops to such a kernel, ``allow_float32_biases`` rounds.
     """
     packed = torch.ops.mkldnn._convolution_pointwise.default
     for op in (aten.convolution.default, packed):
         for convolution in graph.find_nodes(op="call_function", target=op):
             bias: Any = convolution.args[2]
-            is_kept = op is packed and [u.target for u in convolution.users] != [aten.add.Tensor]
-            if is_kept or bias is None:
+            is_added_to = [user.target for user in convolution.users] == [aten.add.Tensor]
+            takes_float32 = op is packed and not is_added_to
+            if takes_float32 or bias is None:
                 continue
             value = VALUE.get(bias)
             if value is None:  # inductor's own folding, which rounds biases, sets none

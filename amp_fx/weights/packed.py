@@ -317,9 +317,9 @@ def pack(
         if chooses_kernels:
             if folds_batch_norm is not False:
                 fold_batch_norms(gm.graph)
-            constants.fold(gm)
+            constants.fold(gm)  # computes what folded norms add to weights and biases
             if block_few_rows(gm.graph):
-                constants.fold(gm)  # later passes give the blocks fake values, without padding
+                constants.fold(gm)  # computes the blocks, before passes that know no padding
         if widen is not None:
             widen(gm.graph)
         if layout_opt:
