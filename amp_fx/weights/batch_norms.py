@@ -20,8 +20,8 @@ folding. Inductor's own pass (``binary_folding``) scales the rounded weight, rou
 rounds the bias, which is less accurate than no folding.
 
 Left alone on purpose: float16, whose range scaled weights may leave; results that are not rounded
-to the convolution's dtype; transposed and one-dimensional convolutions and other devices, whose
-kernels take no float32 bias.
+to the convolution's dtype; transposed and one-dimensional convolutions, other devices, and torch
+without oneDNN, whose kernels take no float32 bias.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ def fold_batch_norms(graph: fx.Graph) -> int:
     Returns:
         The number of convolutions that were rewritten.
     """
+    if not _has_onednn():
+        return 0
     constants = _constants(graph)
     convolutions = graph.find_nodes(op="call_function", target=aten.convolution.default)
     found = [_affine_after(convolution, constants) for convolution in convolutions]
@@ -93,6 +95,8 @@ def round_biases(graph: fx.Graph) -> None:
     added: inductor gives both to one kernel, which checks the dtype of the bias. If it gives other
     ops to such a kernel, ``allow_float32_biases`` rounds.
     """
+    if not _has_onednn():  # then there are neither such biases nor packed convolutions
+        return
     packed = torch.ops.mkldnn._convolution_pointwise.default
     for op in (aten.convolution.default, packed):
         for convolution in graph.find_nodes(op="call_function", target=op):
@@ -111,6 +115,10 @@ def round_biases(graph: fx.Graph) -> None:
                 rounded = graph.call_function(CONVERT, (bias, dtype))
             evaluate(rounded)
             convolution.update_arg(2, rounded)
+
+
+def _has_onednn() -> bool:
+    return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 
 def _constants(graph: fx.Graph) -> set[fx.Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_fx import weight_cache
+from amp_fx.weights import batch_norms
 from amp_fx.weights.batch_norms import round_biases
 from tests import needs
 
@@ -241,6 +243,21 @@ def test_options_without_folding(options: dict[str, Any]) -> None:
     result = run(model, x, **options)
     assert num_folded() == 0
     assert error(model, x, result) < NEAR
+
+
+def test_torch_without_onednn_folds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Apple silicon, where its ops do not exist."""
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    folded: list[None] = []
+    monkeypatch.setattr(batch_norms, "allow_float32_biases", lambda: folded.append(None))
+    torch.manual_seed(0)
+    model, x = filled(line()()), torch.randn(2, 8, 9, 9)
+    result = run(model, x)
+    assert not folded
+    assert error(model, x, result) < NEAR
+    gm = make_fx(torch.conv2d, tracing_mode="fake")(x, torch.randn(8, 8, 3, 3), torch.randn(8))
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    round_biases(gm.graph)
 
 
 def test_a_convolution_that_is_not_packed_takes_a_rounded_bias() -> None:
