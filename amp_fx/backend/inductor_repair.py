@@ -27,12 +27,10 @@ import torch
 
 from amp_fx.policies import float8 as policies_float8
 from amp_fx.tables import float8 as tables_float8
+from amp_fx.weights import kept_nan
 
 if TYPE_CHECKING:
     from torch import fx
-
-_OUTPUT_STRIDES = "original_output_strides"
-"""Key of inductor's in ``meta`` of the output node."""
 
 
 def repaired() -> contextlib.AbstractContextManager[None]:
@@ -74,7 +72,7 @@ def _repair() -> None:
 
     @functools.wraps(record)
     def record_once(gm: fx.GraphModule) -> None:
-        if _OUTPUT_STRIDES not in gm.graph.output_node().meta:
+        if "original_output_strides" not in gm.graph.output_node().meta:
             record(gm)
 
     compile_fx_module.record_original_output_strides = record_once
@@ -93,9 +91,9 @@ def record_output_strides(gm: fx.GraphModule) -> None:
 
 @functools.cache
 def _tag() -> str:
-    """Returns a tag for keys of caches: the repairs, and the source of ops that are traced."""
+    """Returns a tag for keys of caches: the repairs, and the source of ops and lowerings."""
     code = ""
     with contextlib.suppress(OSError):  # where only compiled files are installed
-        code = "".join(map(inspect.getsource, (policies_float8, tables_float8)))
+        code = "".join(map(inspect.getsource, (policies_float8, tables_float8, kept_nan)))
     digest = hashlib.sha256(code.encode()).hexdigest()[:16]
-    return f"amp_fx: pytorch#185873, NaN and strides kept, {digest}"
+    return f"amp_fx: pytorch#185873, strides kept, {digest}"

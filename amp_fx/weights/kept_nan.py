@@ -21,16 +21,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 aten = torch.ops.aten
-mkldnn = torch.ops.mkldnn
 prims = torch.ops.prims
 
-_KERNELS = (
-    mkldnn._linear_pointwise.default,
-    mkldnn._convolution_pointwise.default,
-    mkldnn._convolution_transpose_pointwise.default,
-)
-_WITH_TENSOR = (mkldnn._convolution_pointwise.binary, mkldnn._convolution_pointwise_.binary)
-"""Kernels that add a tensor to the result of a convolution before the activation."""
+_ALONE: tuple[Any, ...] = ("none", [], "")
+_WITH_TENSOR: tuple[Any, ...] = (None, [], None)
+_NO_ACTIVATION = {
+    "mkldnn._linear_pointwise.default": _ALONE,
+    "mkldnn._convolution_pointwise.default": _ALONE,
+    "mkldnn._convolution_transpose_pointwise.default": _ALONE,
+    "mkldnn._convolution_pointwise.binary": _WITH_TENSOR,
+    "mkldnn._convolution_pointwise_.binary": _WITH_TENSOR,
+}
+"""The last arguments of kernels without an activation, by name: torch may be built without oneDNN.
+
+The binary kernels also add a tensor."""
 
 
 def keeping_nan() -> contextlib.AbstractContextManager[None]:
@@ -47,12 +51,13 @@ class _Lowerings:
 
     def __getitem__(self, op: Any) -> Callable[..., Any]:
         lower: Callable[..., Any] = lowerings[op]
-        if op not in (*_KERNELS, *_WITH_TENSOR):
+        none = _NO_ACTIVATION.get(str(op))
+        if none is None:
             return lower
-        none: tuple[Any, ...] = (None, [], None) if op in _WITH_TENSOR else ("none", [], "")
 
         def lower_without(*args: Any) -> Any:
             *others, name, scalars, _ = args
+            # With another slope, oneDNN multiplies instead of bounding.
             if name not in _ACTIVATIONS or (name == "leaky_relu" and scalars != [0]):
                 return lower(*args)
             result = lower(*others, *none)
