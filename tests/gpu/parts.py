@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-KINDS = ("pytest", "bench", "bytes", "program")
+KINDS = ("pytest", "bench", "bytes", "timed", "program")
 MOST_WORKERS = 8
 
 
@@ -42,6 +42,11 @@ class Part:
     is_parallel: bool = False
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether it measures times, and nothing else may run at the same time."""
+        return self.kind in ("bench", "timed")
+
     def missing(self, *, has_cuda: bool) -> str | None:
         """What it lacks here; None if it can run."""
         if self.needs_cuda and not has_cuda:
@@ -58,7 +63,7 @@ class Part:
         """
         if self.kind == "program":
             return [sys.executable, *self.arguments]
-        if self.kind in ("bench", "bytes"):
+        if self.kind in ("bench", "bytes", "timed"):
             return [sys.executable, *self.arguments, "--json", result]
         options = ["-q", "-rfE", "--tb=short", "-o", "filterwarnings=default"]
         options += ["-p", "no:cacheprovider", f"--junitxml={result}"]
@@ -69,6 +74,9 @@ class Part:
 
 
 _BENCH = ("-m", "amp_fx.bench")
+_CONTENDERS = ("--contenders", "float32,native,native-freezing,amp_fx,limit,limit-freezing")
+_TRAINING = ("--contenders", "native,amp_fx,limit", "--layers", "4")
+_TIMED = ("-m", "tests.traffic", "time", "--compile-seconds", "90")
 _STRESS = ("-X", "faulthandler", "-m", "tests.weights.stress_program")
 
 
@@ -84,7 +92,7 @@ def _allocator(name: str, about: str, setting: str, *more: str) -> Part:
         "tests/gpu/test_frozen.py::test_values_made_on_one_stream_are_waited_for_on_another",
         *more,
     )
-    return Part(name, about, "pytest", tests, 15, environment={"PYTORCH_CUDA_ALLOC_CONF": setting})
+    return Part(name, about, "pytest", tests, 120, environment={"PYTORCH_CUDA_ALLOC_CONF": setting})
 
 
 PARTS = (
@@ -93,35 +101,35 @@ PARTS = (
         "kept casts: every kind of write, every optimizer, streams, CUDA graphs",
         "pytest",
         ("tests/gpu/test_writes.py",),
-        70,
+        170,
     ),
     Part(
         "captures",
         "CUDA graphs: inductor's, graphed callables, those of another thread",
         "pytest",
         ("tests/gpu/test_captures.py",),
-        40,
+        170,
     ),
     Part(
         "frozen",
         "frozen graphs: writes, streams, captures, samples, threads",
         "pytest",
         ("tests/gpu/test_frozen.py",),
-        60,
+        170,
     ),
     Part(
         "scaler",
         "float16: the scaler beside torch's, and no waiting for the device",
         "pytest",
         ("tests/gpu/test_grad_scaler.py", "tests/gpu/test_compiled_step.py"),
-        60,
+        170,
     ),
     Part(
         "models",
         "whole models against eager autocast: outputs, gradients, dtypes",
         "pytest",
         ("tests/gpu/test_parity_models.py",),
-        55,
+        190,
         is_parallel=True,
     ),
     Part(
@@ -129,7 +137,7 @@ PARTS = (
         "op_db against eager autocast: outputs, gradients, dtypes",
         "pytest",
         ("tests/gpu/test_parity_ops.py",),
-        55,
+        190,
         is_parallel=True,
     ),
     _allocator(
@@ -146,21 +154,35 @@ PARTS = (
         "FSDP2 with one rank against eager autocast, bit for bit",
         "pytest",
         ("tests/gpu/test_fsdp.py",),
-        20,
+        120,
     ),
     Part(
         "stress",
         "threads that call and write one model",
         "program",
         (*_STRESS, "data", "--seconds", "6", "--device", "cuda"),
-        25,
+        120,
     ),
     Part(
         "speed",
         "native, amp_fx and the limit, timed in turns",
         "bench",
-        (*_BENCH, "mlp", "gpt-decode", "gpt-train", "--device", "cuda", "--repeats", "5"),
-        65,
+        (*_BENCH, "mlp", "gpt-decode", *_CONTENDERS, "--device", "cuda", "--repeats", "7"),
+        100,
+    ),
+    Part(
+        "two blocks",
+        "the models whose bytes are counted, timed: inference, training, CUDA graphs",
+        "timed",
+        (*_TIMED, "mlp", "decode", "gpt2", "llama", "vit", "experts", "few", "dit"),
+        140,
+    ),
+    Part(
+        "training speed",
+        "a GPT of four layers: native, amp_fx and the limit, timed in turns",
+        "bench",
+        (*_BENCH, "gpt-train", *_TRAINING, "--device", "cuda", "--repeats", "7"),
+        80,
     ),
     Part(
         "scaler speed",

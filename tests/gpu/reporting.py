@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.bench.report import three_digits
+from tests.traffic import timed
 from tests.traffic.command import Row, markdown
 from tests.traffic.totals import Totals
 
@@ -59,6 +60,9 @@ def _figures(outcome: Outcome) -> Iterator[str]:
         yield from _comparisons(outcome.name, figures)
     elif "rows" in figures:
         yield from ("", f"## {outcome.name}", "", markdown([_row(row) for row in figures["rows"]]))
+    elif "timings" in figures:
+        yield from ("", f"## {outcome.name}", "")
+        yield from (f"- {timed.line_of(row)}" for row in figures["timings"])
     elif figures:
         yield from ("", f"## {outcome.name}", "")
         yield from (f"- {name}: {value}" for name, value in figures.items())

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET = 530.0
 """Seconds for all parts; nine minutes with what goes on around them."""
+MOST_JOBS = 9
 
 
 def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
@@ -76,6 +77,7 @@ def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> in
             chosen,
             has_cuda=has_cuda,
             budget=parsed.budget,
+            jobs=parsed.jobs,
             environment=environment(folder),
             told=_tell,
             finished=finished,
@@ -89,6 +91,8 @@ def _parser(parts: Sequence[Part]) -> argparse.ArgumentParser:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {_names(parts)}")
     parser.add_argument("--out", type=Path, default=Path("gpu-report"), help="without an ending")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds for all parts")
+    jobs = max(1, min(MOST_JOBS, (os.cpu_count() or 1) // 2))
+    parser.add_argument("--jobs", type=int, default=jobs, help="parts of tests at the same time")
     return parser
 
 

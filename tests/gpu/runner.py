@@ -1,4 +1,4 @@
-"""Runs parts one after another, each in a process, and keeps what came out of each."""
+"""Runs parts, each in a process, and keeps what came out of each."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,37 +61,48 @@ def run_parts(
     *,
     has_cuda: bool,
     budget: float,
+    jobs: int,
     environment: Mapping[str, str],
     told: Callable[[str], None],
     finished: Callable[[list[Outcome]], None],
 ) -> list[Outcome]:
-    """Runs what can run, until the time is used up.
+    """Runs what can run, until the time is used up: first the tests, then what is timed.
 
     Args:
         parts: What to run, in order.
         has_cuda: Whether there is a device.
         budget: Seconds for all of them.
+        jobs: How many parts run at the same time, unless they are timed.
         environment: Of the processes.
         told: Given each line, as it is printed.
         finished: Given all outcomes so far after each part.
     """
     end = time.monotonic() + budget
     outcomes: list[Outcome] = []
-    for number, part in enumerate(parts, 1):
+    lock = threading.Lock()
+
+    def run(part: Part) -> None:
         missing = part.missing(has_cuda=has_cuda)
         left = end - time.monotonic()
         if missing is None and left < min(part.seconds, LEAST):
             missing = "out of time"
         if missing is not None:
-            outcomes.append(Outcome(part.name, part.about, NOT_RUN, detail=missing))
+            outcome = Outcome(part.name, part.about, NOT_RUN, detail=missing)
         else:
-            told(f"[{number}/{len(parts)}] {part.name}: {part.about}")
+            told(f"{part.name}: {part.about}")
             variables = {**environment, **part.environment}
-            outcomes.append(_run(part, min(part.seconds, left), variables, told))
-        last = outcomes[-1]
-        what = f"{last.name}: {last.status}, {last.detail} ({last.seconds:.0f} s)"
-        told(f"[{number}/{len(parts)}] {what}")
-        finished(outcomes)
+            outcome = _run(part, min(part.seconds, left), variables, told)
+        with lock:
+            outcomes.append(outcome)
+            what = f"{outcome.status}, {outcome.detail} ({outcome.seconds:.0f} s)"
+            told(f"[{len(outcomes)}/{len(parts)}] {part.name}: {what}")
+            finished(outcomes)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(run, [part for part in parts if not part.is_timed]))
+    for part in parts:
+        if part.is_timed:
+            run(part)
     return outcomes
 
 
@@ -100,7 +112,8 @@ def _run(
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result"
         start = time.monotonic()
-        code, lines = _run_process(part.command(str(result)), limit, environment, told)
+        command = part.command(str(result))
+        code, lines = _run_process(part.name, command, limit, environment, told)
         outcome = Outcome(part.name, part.about, PASSED, time.monotonic() - start)
         try:
             _read(outcome, part.kind, result)
@@ -118,6 +131,7 @@ def _run(
 
 
 def _run_process(
+    name: str,
     command: Sequence[str],
     limit: float,
     environment: Mapping[str, str],
@@ -140,7 +154,7 @@ def _run_process(
         assert process.stdout is not None
         for line in process.stdout:
             lines.append(line.rstrip())
-            told(f"    {line.rstrip()}")
+            told(f"    {name}: {line.rstrip()}")
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
@@ -157,7 +171,13 @@ def _run_process(
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends a process and all that it started and left running."""
+    """Ends a process and all that it started and left running.
+
+    An interrupt comes first: pytest then writes the results that it has.
+    """
+    process.send_signal(signal.SIGINT)  # does nothing if it has ended
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=GRACE)
     for ending in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, ending)
@@ -172,8 +192,9 @@ def _read(outcome: Outcome, kind: str, result: Path) -> None:
         _read_tests(outcome, result)
         return
     outcome.figures = json.loads(result.read_text())
-    rows = outcome.figures.get("comparisons", outcome.figures.get("rows", []))
-    outcome.detail = f"{len(rows)} comparisons"
+    keys = ("comparisons", "rows", "timings")
+    num_rows = sum(len(outcome.figures.get(key, ())) for key in keys)
+    outcome.detail = f"{num_rows} comparisons"
 
 
 def _read_tests(outcome: Outcome, result: Path) -> None:

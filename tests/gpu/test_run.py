@@ -63,7 +63,7 @@ def test_it_goes_on_after_parts_that_fail_hang_or_crash(
     assert statuses == {"fails": FAILED, "hangs": TIMED_OUT, "crashes": FAILED, "well": PASSED}
     assert "exit code 3" in found["fails"]["detail"]
     assert found["fails"]["tail"] == ["before it fell"]
-    assert found["hangs"]["tail"] == ["waiting"]
+    assert found["hangs"]["tail"][0] == "waiting"
     assert "| hangs | TIMED OUT | ended after 2 s |" in text
     printed = capsys.readouterr().out
     assert printed.index("before it fell") < printed.index("all is well")
@@ -151,7 +151,8 @@ def test_a_part_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_parts_fit_into_nine_minutes_and_name_what_is_there() -> None:
-    assert sum(part.seconds for part in PARTS) <= run.BUDGET <= 540
+    tests = max(part.seconds for part in PARTS if not part.is_timed)
+    assert tests + sum(part.seconds for part in PARTS if part.is_timed) <= run.BUDGET <= 540
     assert len({part.name for part in PARTS}) == len(PARTS)
     for part in PARTS:
         assert part.kind in KINDS
