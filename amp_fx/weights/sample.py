@@ -1,6 +1,7 @@
 """Detects writes without a signal on accelerators by sampling weights asynchronously.
 
-When a value is computed, ``remember`` copies some elements of each of its weights on the device.
+When a value is computed first, and when it is used again after it was recomputed, ``remember``
+copies some elements of each of its weights on the device.
 Some later calls of a graph start a comparison with the current elements on their stream. The first
 call after the comparison has finished reads its result on the host. On the CPU, ``csrc/watch.cpp``
 compares one element per call instead.
@@ -47,6 +48,7 @@ class SampledEntries(tuple["CacheEntry", ...]):
 
     num_calls = 0
     due = 1
+    num_computed = -1
 
     def __init__(self, _: Iterable[CacheEntry]) -> None:
         self.answers: defaultdict[Any, HostCopy] = defaultdict(HostCopy)
@@ -59,6 +61,15 @@ class SampledEntries(tuple["CacheEntry", ...]):
         weights = [weight for entry in self for weight in entry.weights() or ()]
         compared = [w for w in weights if (w.device, w.dtype) == (device, dtype)]
         return sum(min(weight.numel(), MAX_SAMPLED) for weight in compared)
+
+    def lack_samples(self) -> bool:
+        """Notes a call; returns True if it must sample the weights.
+
+        It must if it uses values that an earlier call used and that have no samples
+        (``remember_computed``). The first value tells for all.
+        """
+        before, self.num_computed = self.num_computed, self[0].slot.made
+        return self.num_computed == before and not self[0].has_samples()
 
     def is_due(self) -> bool:
         """Counts a call; returns True if the call must start a comparison.
@@ -75,11 +86,19 @@ class SampledEntries(tuple["CacheEntry", ...]):
 
 
 class _Grid(NamedTuple):
-    """Elements of a strided tensor, equally spaced in each dimension."""
+    """Elements of a strided tensor, equally spaced in each dimension.
+
+    Attributes:
+        sizes: Numbers of elements in each dimension.
+        strides: Their distances in each dimension.
+        start: Position of the first element behind the first element of the tensor.
+        layout: Size and stride of the tensor.
+    """
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     start: int
+    layout: tuple[torch.Size, tuple[int, ...]]
 
     @classmethod
     def over(cls, tensor: torch.Tensor) -> _Grid:
@@ -100,12 +119,13 @@ class _Grid(NamedTuple):
             strides.append(stride * step)
             start += stride * first
             minimum = -(-minimum // sizes[-1])
-        return cls(tuple(sizes), tuple(strides), start)
+        return cls(tuple(sizes), tuple(strides), start, (tensor.size(), tensor.stride()))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the elements as a one-dimensional tensor."""
         start = tensor.storage_offset() + self.start
-        return tensor.as_strided(self.sizes, self.strides, start).reshape(-1)
+        elements = tensor.as_strided(self.sizes, self.strides, start)
+        return elements if len(self.sizes) == 1 else elements.reshape(-1)
 
 
 def _distinct_elements(tensor: torch.Tensor) -> list[tuple[int, int]]:
@@ -124,59 +144,69 @@ def _distinct_elements(tensor: torch.Tensor) -> list[tuple[int, int]]:
     return merged
 
 
-class _WeightSample(NamedTuple):
+class WeightSample(NamedTuple):
     """Elements of one weight of an entry, recorded when the entry's value was computed."""
 
     position: int
     grid: _Grid
     recorded: torch.Tensor
 
-    def current(self, weights: Weights) -> torch.Tensor:
-        """Returns the current elements."""
-        return self.grid.of(weights[self.position])
-
-
-_samples: weakref.WeakKeyDictionary[CacheEntry, tuple[int, list[_WeightSample]]]
-_samples = weakref.WeakKeyDictionary()
-"""For each entry, the number of computations of its value and the samples of the latest one."""
 
 _random = random.Random()  # does not advance the user's generator
 
 
-def remember(entries: Iterable[CacheEntry]) -> None:
+def remember(entries: Iterable[CacheEntry]) -> bool:
     """Samples the weights of fresh values that have no samples yet.
 
     The current streams read the weights after they have computed the values.
+
+    Returns:
+        True if it read samples.
     """
     with computing_values():
-        groups: defaultdict[Any, list[tuple[list[_WeightSample], int, _Grid, torch.Tensor]]]
+        groups: defaultdict[Any, list[tuple[CacheEntry, int, _Grid, torch.Tensor]]]
         groups = defaultdict(list)
         for entry in entries:
-            weights = None if _has_sample(entry) else _fresh_weights(entry)
+            weights = None if entry.has_samples() else _fresh_weights(entry)
             if weights is None:
                 continue
-            samples: list[_WeightSample] = []
+            grids = {sample.position: sample.grid for sample in entry.samples}
             for i, weight in enumerate(weights):
                 if _is_comparable(weight):
-                    grid = _Grid.over(weight)
-                    group = groups[weight.device, weight.dtype]
-                    group.append((samples, i, grid, grid.of(weight)))
-            _samples[entry] = entry.slot.made, samples
+                    grid = grids.get(i)
+                    if grid is None or grid.layout != (weight.size(), weight.stride()):
+                        grid = _Grid.over(weight)
+                    groups[weight.device, weight.dtype].append((entry, i, grid, grid.of(weight)))
+            entry.samples = []
+            entry.num_sampled = entry.slot.made
         for group in groups.values():
             read = [elements for *_, elements in group]
             copies = torch.cat(read).split_with_sizes([elements.numel() for elements in read])
-            for (samples, i, grid, _), elements in zip(group, copies, strict=True):
-                samples.append(_WeightSample(i, grid, elements))
+            for (entry, i, grid, _), elements in zip(group, copies, strict=True):
+                entry.samples.append(WeightSample(i, grid, elements))
+        return bool(groups)
 
 
-def remember_again(entries: Iterable[CacheEntry]) -> None:
-    """Samples weights again whose values were recomputed since their samples."""
-    remember([entry for entry in entries if entry in _samples])
+def remember_computed(entries: Iterable[CacheEntry], *, is_by_step: bool = False) -> None:
+    """Samples the weights of values that were computed now, if that is worth its time.
+
+    In training with one call per update, no value is used twice, and sampling would take longer
+    than the casts. So a value is sampled if it is the first of its entry or if its predecessor was
+    used twice. Others are sampled when they are used again (``SampledEntries.lack_samples``).
+
+    Args:
+        entries: The entries of the values.
+        is_by_step: Whether an optimizer step computed the values, not the call that uses them.
+    """
+    min_hits = 2 if is_by_step else 1
+    remember([entry for entry in entries if _is_worth_sampling(entry, min_hits)])
 
 
-def _has_sample(entry: CacheEntry) -> bool:
-    num_computed, _ = _samples.get(entry, (-1, ()))
-    return bool(num_computed == entry.slot.made)
+def _is_worth_sampling(entry: CacheEntry, min_hits: int) -> bool:
+    made, hits = entry.slot.made, entry.slot.hits
+    is_new, was_reused = made != entry.num_noted, hits >= entry.hits_noted + min_hits
+    entry.num_noted, entry.hits_noted = made, hits
+    return bool(is_new and (made == 1 or was_reused))
 
 
 class DeviceSample:
@@ -189,17 +219,16 @@ class DeviceSample:
     def start(self, entries: SampledEntries) -> None:
         """Starts a comparison of the weights of all fresh values."""
         with torch.profiler.record_function("amp_fx::sample"), computing_values():
-            groups: defaultdict[Any, list[tuple[CacheEntry, _WeightSample, Weights]]] = defaultdict(
-                list
-            )
+            groups: defaultdict[Any, list[tuple[CacheEntry, WeightSample, torch.Tensor]]]
+            groups = defaultdict(list)
             for entry in entries:
-                weights = _fresh_weights(entry)
-                if weights is not None and _has_sample(entry):
-                    for sample in _samples[entry][1]:
+                weights = _fresh_weights(entry) if entry.has_samples() else None
+                if weights is not None:
+                    for sample in entry.samples:
                         weight = weights[sample.position]
-                        groups[weight.device, weight.dtype].append((entry, sample, weights))
+                        groups[weight.device, weight.dtype].append((entry, sample, weight))
             for key, sampled in groups.items():
-                comparison = _SampleComparison(entries.answers[key], sampled, entries.room(*key))
+                comparison = _SampleComparison(entries, entries.answers[key], sampled)
                 self._running.append(comparison)
 
     def read(self) -> list[tuple[str, torch.Tensor]]:
@@ -221,25 +250,26 @@ class _SampleComparison:
     It holds no references to weights because ``torch.utils.swap_tensors`` would reject them.
 
     Args:
+        entries: All entries of the graph, which later comparisons may sample.
         answer: Copies the result to the host.
-        sampled: The samples, each with its entry and the weights of the entry.
-        room: The maximum number of elements in a later comparison.
+        sampled: The samples, each with its entry and weight.
     """
 
     def __init__(
         self,
+        entries: SampledEntries,
         answer: HostCopy,
-        sampled: Sequence[tuple[CacheEntry, _WeightSample, Weights]],
-        room: int,
+        sampled: Sequence[tuple[CacheEntry, WeightSample, torch.Tensor]],
     ) -> None:
         self.answer = answer
         self._sampled = [(weakref.ref(e), e.slot.made, s.position) for e, s, _ in sampled]
-        self._lengths = [sample.recorded.numel() for _, sample, _ in sampled]
         recorded = [sample.recorded for _, sample, _ in sampled]
-        read = [weights[sample.position] for _, sample, weights in sampled]
-        STORE.streams.hold([*read, *recorded])
-        bits = _BITS[recorded[0].dtype]
-        current = torch.cat([sample.current(weights) for _, sample, weights in sampled])
+        self._lengths = [elements.numel() for elements in recorded]
+        if STORE.streams.are_several():
+            STORE.streams.hold([*[weight for *_, weight in sampled], *recorded])
+        current = torch.cat([sample.grid.of(weight) for _, sample, weight in sampled])
+        bits = _BITS[current.dtype]
+        room = entries.room(current.device, current.dtype) if answer.room == 0 else 0
         self.answer.start(current.view(bits) != torch.cat(recorded).view(bits), room=room)
 
     def changed(self, answer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
@@ -265,7 +295,7 @@ def _fresh_weights(entry: CacheEntry) -> Weights | None:
     """Returns the weights of a fresh value; None if the value is stale or an alias."""
     weights = None if entry.spec.is_alias else entry.weights()
     # Another thread may assign new data to a weight, so each weight's memory is looked up once.
-    current = None if weights is None else tuple(weight.detach() for weight in weights)
+    current = None if weights is None else tuple([weight.detach() for weight in weights])
     return current if current is not None and entry.slot.is_fresh(current) else None
 
 

@@ -19,7 +19,7 @@ import torch
 from amp_fx.torch_private.pytree import tree_map
 from amp_fx.weights.engine import engine, is_available
 from amp_fx.weights.entry import computing_values
-from amp_fx.weights.sample import remember_again
+from amp_fx.weights.sample import remember_computed
 from amp_fx.weights.split import CachedValueSpec
 from amp_fx.weights.spread import parts_of
 from amp_fx.weights.store import STORE
@@ -179,7 +179,6 @@ def _begin(
         if any(entry.value is None for entry, _ in pairs):  # another thread dropped a value
             return None
         STORE.streams.wait(devices)
-        has_other_readers = STORE.streams.are_several(devices)
         engine().mark([weight for _, weight in pairs])
         sources = tuple(weight for _, weight in pairs)
         # A separate slot, because other threads may start the slots of the entries.
@@ -187,9 +186,12 @@ def _begin(
         engine().start((started,), (sources,))
         reusable = engine().reusable(tuple(entry.slot for entry, _ in pairs))
         values = []
-        for (entry, _), old in zip(pairs, reusable, strict=True):
-            is_reused = old is not None and not has_other_readers
-            values.append(old if is_reused else tree_map(torch.empty_like, entry.value))
+        for (entry, weight), old in zip(pairs, reusable, strict=True):
+            if old is None or STORE.streams.has_other_readers(weight.device, entry.allocated):
+                entry.allocated = STORE.streams.allocated()
+                values.append(tree_map(torch.empty_like, entry.value))
+            else:
+                values.append(old)
         return started, values
 
 
@@ -204,5 +206,6 @@ def _end(
         sources = tuple((weight,) for _, weight in pairs)
         engine().finish_step(started, slots, tuple(values), sources)
         if devices:
-            remember_again(entry for entry, _ in pairs)
+            sampled = [entry for entry, _ in pairs if entry.num_sampled is not None]
+            remember_computed(sampled, is_by_step=True)
         STORE.streams.record(devices)

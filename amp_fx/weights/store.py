@@ -228,12 +228,14 @@ class Store:
             sources: The weights of each entry.
             olds: The old value of each entry if its memory can be reused, else None.
         """
-        is_memory_free = not self.streams.are_several()
         values: list[Any] = []
         targets, copied = [], []
         compiled: dict[tuple[int, ...], tuple[Weights, list[Any], list[Any]]] = {}
         for entry, weights, old in zip(entries, sources, olds, strict=True):
-            value: Any = old if is_memory_free else None
+            is_read = self.streams.has_other_readers(weights[0].device, entry.allocated)
+            value: Any = None if is_read else old
+            if value is None:
+                entry.allocated = self.streams.allocated()
             spec: Any = entry.spec
             if is_compiled(spec, weights):
                 if value is None:

@@ -196,7 +196,7 @@ PARTS = (
         "what the generated kernels move, counted",
         "bytes",
         ("-m", "tests.traffic", "bytes", "gpt2", "--mode", "training"),
-        30,
+        150,
         needs_cuda=False,
     ),
 )

@@ -199,6 +199,7 @@ def test_what_the_user_captures_makes_its_values_anew(compiler: str) -> None:
 
 @ON_A_GPU
 def test_cuda_graphs_of_inductor_are_not_frozen() -> None:
+    """Their casts are inputs: a constant of the code would be an address in the graph."""
     net, twin = net_and_twin()
     compiled = compiled_of(net, **{"triton.cudagraphs": True})
     for _ in range(4):
@@ -206,7 +207,7 @@ def test_cuda_graphs_of_inductor_are_not_frozen() -> None:
         assert_close(compiled(batch()).clone(), autocast(twin, batch()))
         for model in (net, twin):
             model.a.weight.data.mul_(1.3)
-    assert not weight_cache.stats().values
+    assert {value.ops for value in weight_cache.stats().values} == {("convert_element_type",)}
 
 
 @ON_CUDA

@@ -7,14 +7,16 @@ ones as what ``torch.compile`` makes under autocast, in the same dtypes.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 from amp_fx.dtypes import dtype_name
 from tests.cuda.cases import cuda_cases
-from tests.gpu.place import DEVICE, MARKS
-from tests.parity import families, oracle
+from tests.gpu.place import DEVICE, IS_EMULATED, MARKS
+from tests.parity import exceptions, families, oracle
 from tests.parity.oracle import LOW_DTYPES, Subject, Way
 from tests.parity.test_models import INDUCTOR_CASES, errors
 
@@ -53,10 +55,16 @@ def skip_unless_eager_runs(name: str, way: Way, dtype: torch.dtype) -> None:
         pytest.skip(f"eager autocast cannot run it there: {error}")
 
 
-@pytest.mark.parametrize("dtype", LOW_DTYPES, ids=dtype_name)
-@pytest.mark.parametrize(
-    ("name", "way"), [(name, way) for name, case in CASES.items() for way in case.ways]
-)
+def combinations() -> list[object]:
+    table = exceptions.MODELS if IS_EMULATED or DEVICE != "cuda" else exceptions.GPU_MODELS
+    return [
+        exceptions.param(table, name, way, dtype, id=f"{name}-{way.value}-{dtype_name(dtype)}")
+        for name, case in CASES.items()
+        for way, dtype in itertools.product(case.ways, LOW_DTYPES)
+    ]
+
+
+@pytest.mark.parametrize(("name", "way", "dtype"), combinations())
 def test_bits_of_eager_autocast(name: str, way: Way, dtype: torch.dtype) -> None:
     skip_unless_eager_runs(name, way, dtype)
     found = oracle.check(lambda: build(name), way, dtype, **CASES[name].compile_options)

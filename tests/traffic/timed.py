@@ -14,12 +14,15 @@ import selectors
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 import amp_fx
+from amp_fx.bench.contenders import copy_forward
 from amp_fx.bench.settings import versions
 from amp_fx.bench.timing import time_in_turns
 from tests.traffic.models import CASES, TINY
@@ -42,6 +45,19 @@ GRAPHS = {"triton.cudagraphs": True}
 """Options of inductor for its CUDA graphs."""
 
 
+class Timed(nn.Module):
+    """A model as Dynamo compiles it: the code of ``nn.Sequential`` is shared by all contenders."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the result of the model."""
+        out: torch.Tensor = self.model(x)
+        return out
+
+
 def call_of(case: Case, contender: str, device: str, *, trains: bool, graphs: bool) -> Any:
     """Returns the model of a contender, and a function that calls the compiled model.
 
@@ -55,7 +71,9 @@ def call_of(case: Case, contender: str, device: str, *, trains: bool, graphs: bo
     torch.manual_seed(0)
     stored = DTYPE if contender == LIMIT else torch.float32
     with torch.device(device):
-        model = case.build().to(stored)
+        model = Timed(case.build()).to(stored)
+    copy_forward(model, contender)
+    with torch.device(device):
         x = torch.randn(case.shape, dtype=stored, requires_grad=trains)
     options: dict[str, Any] = dict(GRAPHS) if graphs else {}
     if contender in (NATIVE, LIMIT):
@@ -66,7 +84,9 @@ def call_of(case: Case, contender: str, device: str, *, trains: bool, graphs: bo
         compiled = torch.compile(model, backend="amp_fx", options=options, dynamic=False)
 
     def call() -> torch.Tensor:
-        with torch.autocast(device, DTYPE, enabled=contender == NATIVE):
+        # A region that is off around a call of amp_fx would tell it to cast nothing.
+        region = torch.autocast(device, DTYPE) if contender == NATIVE else nullcontext()
+        with region:
             out: torch.Tensor = compiled(x)
         return out
 
@@ -81,7 +101,7 @@ def runs_of(case: Case, device: str) -> Iterator[tuple[str, str, Callable[[], Ru
         for contender in (NATIVE, AMP_FX, *(() if graphs else (FROZEN,)), LIMIT):
             yield kind, contender, _inference(case, contender, device, graphs=graphs)
     for count in MICRO_BATCHES:
-        for contender in (NATIVE, AMP_FX, LEAN, LIMIT):
+        for contender in (NATIVE, AMP_FX, LEAN, *((LIMIT,) if count == 1 else ())):
             yield f"training, {count}", contender, _training(case, contender, device, count)
     yield "training, 1", "compile_step", _training(case, AMP_FX, device, 1, compiles_step=True)
 
@@ -121,13 +141,9 @@ def serve(name: str, device: str, *, is_tiny: bool, repeats: int) -> None:
     runs: dict[str, dict[str, Run]] = {}
     failures: dict[str, str] = {}
     for kind, contender, prepare in runs_of(case, device):
-        try:
-            run = prepare()
-            for _ in range(3):
-                run()
-        except Exception as error:  # noqa: BLE001
-            first_line = str(error).strip().partition("\n")[0]
-            failures[f"{kind}: {contender}"] = f"{type(error).__name__}: {first_line}"
+        run = _warmed(prepare)
+        if isinstance(run, str):
+            failures[f"{kind}: {contender}"] = run
         else:
             runs.setdefault(kind, {})[contender] = run
     _tell({"case": name, "failures": failures})
@@ -136,6 +152,17 @@ def serve(name: str, device: str, *, is_tiny: bool, repeats: int) -> None:
         timings = time_in_turns(by_contender, repeats=repeats, steps=None)
         times = {contender: timing.times for contender, timing in timings.items()}
         _tell({"case": name, "kind": kind, "seconds": times})
+
+
+def _warmed(prepare: Callable[[], Run]) -> Run | str:
+    """Prepares and compiles a run; returns the message if that fails."""
+    try:
+        run = prepare()
+        for _ in range(3):
+            run()
+    except Exception as error:  # noqa: BLE001
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return run
 
 
 def _tell(data: dict[str, Any]) -> None:
@@ -189,7 +216,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
     parser.add_argument("--device", default="cuda", help="default: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="tiny models: a trial, no figures")
-    parser.add_argument("--repeats", type=int, default=7, help="rounds; default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds; default: %(default)s")
     parser.add_argument(
         "--compile-seconds", type=float, default=240, help="limit for compiling; default: 240"
     )

@@ -364,6 +364,37 @@ def test_copies_that_an_optimizer_writes_are_no_alarm(accelerator: Accelerator) 
     assert len(messages) == 1
 
 
+def samples_of(scene: Scene) -> torch.Tensor:
+    (entry,) = STORE.of_weight(scene.weights[0])
+    (sample,) = entry.samples
+    return sample.recorded
+
+
+def test_values_that_no_second_call_uses_are_rarely_sampled(accelerator: Accelerator) -> None:
+    """As in training with one call per update."""
+    scene = Scene(accelerator, weight_of(4, 4))
+    seen: list[torch.Tensor] = []
+    for _ in range(4 * CALLS_BETWEEN):
+        scene.weights[0].mul_(1.01)
+        assert scene.call() == scene.expected()
+        if not seen or seen[-1] is not samples_of(scene):
+            seen.append(samples_of(scene))
+    assert len(seen) <= 4
+
+
+def test_a_write_is_found_though_training_used_no_value_twice(accelerator: Accelerator) -> None:
+    scene = Scene(accelerator, weight_of(4, 4))
+    with alarms() as messages:
+        for _ in range(FIRST_CALLS + 3):
+            scene.weights[0].mul_(1.5)
+            scene.call()
+        scene.warm(2)
+        assert not messages
+        scene.arrays[0][:] = 2.0
+        assert scene.calls_until_right() <= CALLS_BETWEEN
+    assert len(messages) == 1
+
+
 def test_values_that_are_dropped_or_made_stale_are_no_alarm(accelerator: Accelerator) -> None:
     scene = Scene(accelerator, weight_of(4, 4))
     with alarms() as messages:
@@ -527,6 +558,38 @@ def on_two_streams(accelerator: Accelerator, scene: Scene) -> None:
     for stream in reversed(accelerator.streams):
         accelerator.current = stream
         scene.call()
+
+
+def test_a_stream_that_calls_no_more_does_not_keep_memory_from_reuse(
+    accelerator: Accelerator,
+) -> None:
+    """As a warm-up on a stream of its own, after which inductor records CUDA graphs."""
+    scene = Scene(accelerator, weight_of(4, 4))
+    on_two_streams(accelerator, scene)
+    (entry,) = STORE.of_weight(scene.weights[0])
+    addresses = [entry.value.data_ptr()]
+    first = entry.value  # so that its memory is not used for the second
+    for _ in range(3):
+        scene.weights[0].mul_(1.5)
+        assert scene.call() == scene.expected()
+        addresses.append(entry.value.data_ptr())
+    assert entry.value is not first, "the other stream may still read it"
+    assert len(set(addresses)) == 2
+
+
+def test_a_stream_that_has_called_again_keeps_memory_from_reuse(accelerator: Accelerator) -> None:
+    scene = Scene(accelerator, weight_of(4, 4))
+    scene.call()
+    (entry,) = STORE.of_weight(scene.weights[0])
+    for _ in range(3):
+        before, contents = entry.value, entry.value.clone()
+        for stream in accelerator.streams:
+            accelerator.current = stream
+            scene.call()
+        scene.weights[0].mul_(1.5)
+        scene.call()
+        assert entry.value is not before
+        assert torch.equal(before, contents)
 
 
 def test_a_comparison_holds_what_it_reads(accelerator: Accelerator) -> None:
