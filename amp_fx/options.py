@@ -48,8 +48,8 @@ class Options:
             ``"autocast"``: outputs have the dtypes that autocast leaves, except values that the
             program reads after a graph break. Inside a region, both are the same.
         weight_cache: True caches values computed from weights across calls. ``"training"`` also
-            caches values of weights that get gradients on the CPU, which is faster with several
-            micro-batches per update.
+            caches values of weights that get gradients, which is faster with several micro-batches
+            per update.
         verify: How much each call compares cached values with the weights. ``"sample"``: one or
             two elements of each weight. ``"full"`` (or True): everything; a difference raises
             ``StaleWeightError``. ``"off"`` (or False): nothing. ``amp_fx.weight_cache`` reports

@@ -3,9 +3,9 @@
 - Without gradients on the CPU, inductor packs the values for its kernels, and they are constants
   of the code (``weights.packed``).
 - Elsewhere they are inputs of the code (``weights.split``).
-- With gradients on the CPU, values of weights that get gradients are computed in every call: after
-  one call per update, caching would move more memory than it saves. Exceptions are weights whose
-  copies ``amp_fx.GradScaler.compile_step`` writes, and ``options={"weight_cache": "training"}``.
+- With gradients, values of weights that get gradients are computed in every call: with one call
+  per update, caching would move more memory than it saves. Exceptions are weights whose copies
+  ``amp_fx.GradScaler.compile_step`` writes, and ``options={"weight_cache": "training"}``.
 """
 
 from __future__ import annotations
@@ -300,10 +300,7 @@ class Caching:
         return {
             i: weight
             for i, weight in self.weights.items()
-            if is_asked_for
-            or weight.tensor.device.type != "cpu"
-            or i not in self.trained
-            or id(weight.tensor) in stepped
+            if is_asked_for or i not in self.trained or id(weight.tensor) in stepped
         }
 
     def _split_graph(

@@ -163,8 +163,7 @@ class GraphRecorder:
         """
         options = self.options
         if self.is_imagined:
-            level = options.weight_cache and "training"
-            options = dataclasses.replace(options, weight_cache=level, freezing=False)
+            options = dataclasses.replace(options, freezing=False)
         return caching(self.seen.captured, result, inputs, options, can_watch=can_watch)
 
     def _find_cached_values(

@@ -88,7 +88,7 @@ def compile(  # noqa: A001
             of the region, because it may overflow in float16. Tensors in containers that are not
             registered with ``torch.utils._pytree`` are not cast.
         weight_cache: Whether values computed from weights are cached across calls. ``"training"``
-            also caches them in training on the CPU.
+            also caches them in training.
         numerics: ``"eager"`` makes compiled code return the bits of eager autocast. See
             ``amp_fx.options.Options`` for this and other modes.
         **torch_compile_kwargs: Arguments of ``torch.compile`` except ``backend``. ``options`` may

@@ -37,7 +37,8 @@ def test_what_ends_a_capture_is_an_error() -> None:
 def test_samples_are_taken_and_read() -> None:
     weight_cache.clear()
     net = nn.Linear(8, 8, device="cuda")
-    options: Any = {"dtype": "bfloat16", "compiler": "aot_eager", "fallback": False}
+    options: Any = {"dtype": "bfloat16", "compiler": "aot_eager", "weight_cache": "training"}
+    options["fallback"] = False
     compiled = torch.compile(net, backend="amp_fx", options=options)
     x = torch.ones(2, 8, device="cuda")
     alias = from_dlpack(net.weight.detach())
@@ -61,7 +62,8 @@ def test_more_elements_pin_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sample, "_random", chance)
     first = nn.Linear(60, 50)
     net = nn.Sequential(first, nn.Linear(50, 10)).cuda()
-    options: Any = {"dtype": "bfloat16", "compiler": "aot_eager", "fallback": False}
+    options: Any = {"dtype": "bfloat16", "compiler": "aot_eager", "weight_cache": "training"}
+    options["fallback"] = False
     compiled = torch.compile(net, backend="amp_fx", options=options)
     x = torch.ones(2, 60, device="cuda")
     with torch.no_grad():

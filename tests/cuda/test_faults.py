@@ -115,7 +115,8 @@ def expected(way: Way, dtype: torch.dtype, *, is_trained: bool) -> list[Tensor]:
 def differences(way: Way, dtype: torch.dtype, *, is_trained: bool, **options: Any) -> list[int]:
     """Which results differ from those of eager autocast."""
     torch._dynamo.reset()
-    given: dict[str, Any] = {"compiler": "aot_eager", "fallback": False, **options}
+    given: dict[str, Any] = {"compiler": "aot_eager", "fallback": False}
+    given |= {"weight_cache": "training", **options}
     if way is Way.BARE:
         given["dtype"] = dtype
 

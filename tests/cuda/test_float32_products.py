@@ -67,6 +67,7 @@ def test_a_float32_router_is_products_of_bfloat16_terms() -> None:
     x = torch.randn(8, 32).cuda()
     note = _Note(found)
     options: dict[str, Any] = {"fallback": False, "post_grad_custom_post_pass": note}
+    options["weight_cache"] = "training"
     policy = Policy.default().with_modules({"gate": "bfloat16x3"})
     call = amp_fx.compile(model, policy=policy, options=options)
     y = call(x)

@@ -76,7 +76,7 @@ def ours(recipe: str, make_step: Callable[[Any], Any]) -> list[Tensor]:
     weight_cache.clear()
     model = mlp()
     options: dict[str, Any] = {"policy": f"float8-{recipe}", "output_dtype": "autocast"}
-    options |= {"fallback": False}
+    options |= {"fallback": False, "weight_cache": "training"}
     compiled = torch.compile(model, backend="amp_fx", options=options, dynamic=False)
     return trained(model, compiled, make_step(adamw(model)))
 

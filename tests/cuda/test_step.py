@@ -103,7 +103,7 @@ def train(name: str, max_norm: float | None, *, is_compiled: bool, **options: An
     torch.manual_seed(0)
     model, x = Net().cuda(), torch.randn(4, 16).cuda()
     params = list(model.parameters())
-    settings: Any = {"compiler": "aot_eager", "fallback": False}
+    settings: Any = {"compiler": "aot_eager", "fallback": False, "weight_cache": "training"}
     program = torch.compile(model, backend="amp_fx", options=settings)
     optimizer = OPTIMIZERS[name](params)
     kind: Any = amp_fx.GradScaler if is_compiled else torch.amp.GradScaler

@@ -125,8 +125,10 @@ def test_nothing_is_kept_without_a_cache(has_gradients: bool) -> None:
     assert explanation.totals.casts_kept == 0
 
 
-def test_nothing_is_kept_where_gradients_flow() -> None:
-    assert not explained(mlp(), torch.randn(4, 16), {}).graphs[0].kept_values
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_nothing_is_kept_where_gradients_flow(device_type: str) -> None:
+    explanation = amp_fx.explain(mlp(), dtype=BFLOAT16, device_type=device_type)(torch.randn(4, 16))
+    assert not explanation.graphs[0].kept_values
 
 
 CASTS_OF_MLP = {("0.weight", 1024), ("0.bias", 64), ("2.weight", 1024), ("2.bias", 32)}
@@ -134,8 +136,15 @@ CASTS_OF_MLP = {("0.weight", 1024), ("0.bias", 64), ("2.weight", 1024), ("2.bias
 
 
 @needs.HOOK
-@pytest.mark.parametrize("has_gradients", [True, False])
-@pytest.mark.parametrize("options", [{}, {"freezing": True}])
+@pytest.mark.parametrize(
+    ("has_gradients", "options"),
+    [
+        (False, {}),
+        (False, {"freezing": True}),
+        (True, {"weight_cache": "training"}),
+        (True, {"weight_cache": "training", "freezing": True}),
+    ],
+)
 def test_casts_are_kept_of_an_accelerator_that_is_not_there(
     has_gradients: bool, options: Mapping[str, Any]
 ) -> None:

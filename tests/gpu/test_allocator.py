@@ -35,6 +35,7 @@ def test_memory_comes_from_the_allocator_that_was_asked_for() -> None:
 def test_copies_follow_writes_while_weights_come_and_go() -> None:
     """Models die, and other weights lie where theirs lay."""
     options: Any = {"compiler": "aot_eager", "dtype": "bf16", "fallback": False}
+    options["weight_cache"] = "training"
     x = random(3, SIZE).to(DEVICE)
     for seed in range(6):
         net, twin = (make_net(seed).to(DEVICE) for _ in range(2))

@@ -89,7 +89,8 @@ def test_graphs_are_recorded_once_and_casts_made_once_per_write(
     net, twin = net_and_twin()
     for parameter in (*net.parameters(), *twin.parameters()):
         parameter.grad = torch.zeros_like(parameter)
-    options: Any = {"dtype": "bfloat16", "mode": "reduce-overhead", "fallback": False}
+    options: Any = {"dtype": "bfloat16", "mode": "reduce-overhead", "weight_cache": "training"}
+    options["fallback"] = False
     compiled = torch.compile(net, backend="amp_fx", options=options)
     after_writes = []
     for update in range(NUM_UPDATES):
@@ -131,7 +132,8 @@ class Holder(nn.Module):
 def test_graphed_callables_follow_the_weights() -> None:
     """No Python runs in replays, which cast the weights themselves."""
     net, twin = net_and_twin()
-    options: Any = {"compiler": "aot_eager", "dtype": "bfloat16", "fallback": False}
+    options: Any = {"compiler": "aot_eager", "dtype": "bfloat16", "weight_cache": "training"}
+    options["fallback"] = False
     compiled = torch.compile(net, backend="amp_fx", options=options)
     graphed = torch.cuda.make_graphed_callables(Holder(compiled), (batch(),))
     optimizers = [sgd(model) for model in (net, twin)]
@@ -189,7 +191,8 @@ def capture_elsewhere() -> Iterator[None]:
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_calls_do_not_end_a_capture_in_another_thread(compiler: str) -> None:
     net, twin = net_and_twin()
-    options: Any = {"compiler": compiler, "dtype": "bfloat16", "fallback": False}
+    options: Any = {"compiler": compiler, "dtype": "bfloat16", "weight_cache": "training"}
+    options["fallback"] = False
     compiled, x = torch.compile(net, backend="amp_fx", options=options), batch()
 
     def call_and_write() -> torch.Tensor:

@@ -35,6 +35,7 @@ pytestmark = [
 
 WIDTH = 64
 NUM_UPDATES = 4
+CACHED = {"compiler": "aot_eager", "fallback": False, "weight_cache": "training"}
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +60,7 @@ def train(*, is_compiled: bool, gathers_low: bool = False) -> list[torch.Tensor]
     options: dict[str, Any] = {"mp_policy": own_policy(model)} if gathers_low else {}
     for part in (*model.blocks, model.first, model.last):
         if is_compiled:
-            part.compile(backend="amp_fx", options={"compiler": "aot_eager", "fallback": False})
+            part.compile(backend="amp_fx", options=CACHED)
         fully_shard(part, **options)
     fully_shard(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -28,7 +28,7 @@ def compiled_of(model: Any, mode: str | None = None, **options: Any) -> Any:
         model,
         backend="amp_fx",
         mode=mode,
-        options=options or {"compiler": "aot_eager"},
+        options={"weight_cache": "training", **(options or {"compiler": "aot_eager"})},
         dynamic=False,
     )
 

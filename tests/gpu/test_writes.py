@@ -31,6 +31,7 @@ def batch() -> torch.Tensor:
 
 def compiled_of(net: nn.Module) -> Any:
     options: dict[str, Any] = {"compiler": "aot_eager", "dtype": "bf16"}
+    options["weight_cache"] = "training"
     return torch.compile(net, backend="amp_fx", options=options, dynamic=False)
 
 
