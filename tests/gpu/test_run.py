@@ -79,6 +79,44 @@ def test_parts_for_a_device_are_left_out_without_one(tmp_path: Path) -> None:
         assert "none: only parts that need no CUDA" in text
 
 
+BEGINS_AND_ENDS = """
+import pathlib, sys, time
+
+folder, name, companion = pathlib.Path(sys.argv[1]), *sys.argv[2:4]
+(folder / f"{name}.begun").touch()
+for _ in range(6000 if companion else 30):
+    begun = {path.stem for path in folder.glob("*.begun")} - {name}
+    running = begun - {path.stem for path in folder.glob("*.ended")}
+    if companion and companion in begun:
+        break
+    if not companion and running:
+        sys.exit(f"{running} run at the same time")
+    time.sleep(0.01)
+else:
+    if companion:
+        sys.exit(f"{companion} waits")
+(folder / f"{name}.ended").touch()
+"""
+
+
+def test_tests_share_the_machine_and_what_is_timed_has_it_alone(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(BEGINS_AND_ENDS)
+
+    def part(name: str, kind: str, companion: str) -> Part:
+        arguments = (str(program), str(tmp_path), name, companion)
+        return Part(name, "", kind, arguments, 90, needs_cuda=False)
+
+    parts = (
+        part("timed 1", "bench", ""),
+        part("tests 1", "program", "tests 2"),
+        part("timed 2", "bench", ""),
+        part("tests 2", "program", "tests 1"),
+    )
+    found, _ = report(tmp_path, *parts, arguments=("--jobs", "2"))
+    assert {part["status"] for part in found.values()} == {PASSED}
+
+
 TESTS = """
 import pytest
 
@@ -123,12 +161,16 @@ def test_figures_are_tables_in_the_report(tmp_path: Path) -> None:
     counted = Totals(3 << 20, 7, 3, 4, 0, 1, 1 << 20)
     names = ("native", "amp_fx", "amp_fx, further", "frozen", "lean", "limit")
     row = command.Row("MLP", "cuda", "bfloat16", "training", dict.fromkeys(names, counted), {}, {})
+    seconds = {"native": [2e-6, 4e-6, 9e-6], "amp_fx": [1e-6, 3e-6, 5e-6]}
+    timings = [{"case": "gpt2", "kind": "inference", "seconds": seconds}]
     found, text = report(
         tmp_path,
         written("speed", "bench", bench_report.as_json(speed)),
         written("bytes", "bytes", command.as_json("bytes", {}, [row])),
+        written("blocks", "timed", {"timings": timings}),
     )
-    assert found["speed"]["status"] == found["bytes"]["status"] == PASSED
+    assert {part["status"] for part in found.values()} == {PASSED}
+    assert "- gpt2, inference: native 4.0 us (1.000), amp_fx 3.0 us (0.750)" in text
     assert "| `mlp`: two layers | amp_fx | 3 ms | 1.00 | - | 2 MiB |" in text
     assert "- a share: 2.5 %" in text
     assert "| MLP | 3 | 3 | 3 | 3 | 3 | 3 | 7 | 7 | 7 | 7 | 7 | 7 | 1 | 1 | 1 | 1 |" in text

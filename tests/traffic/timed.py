@@ -80,6 +80,7 @@ def call_of(case: Case, contender: str, device: str, *, trains: bool, graphs: bo
         compiled = torch.compile(model, options=options or None, dynamic=False)
     else:
         options |= {"dtype": DTYPE, "policy": LEAN if contender == LEAN else "torch"}
+        options["output_dtype"] = "autocast"  # as native's
         options |= {"freezing": True} if contender == FROZEN else {}
         compiled = torch.compile(model, backend="amp_fx", options=options, dynamic=False)
 

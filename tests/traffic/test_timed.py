@@ -1,0 +1,47 @@
+"""``python -m tests.traffic time``: its processes, and what it reports of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from tests.traffic import timed
+from tests.traffic.models import TINY
+from tests.traffic.worker import AMP_FX, FROZEN, LEAN, LIMIT, NATIVE
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("contender", [NATIVE, AMP_FX, FROZEN, LEAN, LIMIT])
+def test_contenders_compute_in_the_low_dtype(contender: str) -> None:
+    """In a region that is off, amp_fx casts nothing."""
+    with torch.no_grad():
+        _, call = timed.call_of(TINY["mlp"], contender, "cpu", trains=False, graphs=False)
+        assert call().dtype is timed.DTYPE
+
+
+@pytest.mark.slow
+def test_each_case_is_timed_in_a_process_and_failures_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    arguments = ["time", "decode", "--tiny", "--device", "cpu", "--repeats", "1", "--json", path]
+    command = [sys.executable, "-m", "tests.traffic", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    timings: list[dict[str, Any]] = json.loads(path.read_text())["timings"]
+    kinds = {row["kind"]: set(row["seconds"]) for row in timings}
+    assert kinds == {
+        "inference": {NATIVE, AMP_FX, FROZEN, LIMIT},
+        "training, 1": {NATIVE, AMP_FX, LEAN, LIMIT, "compile_step"},
+        "training, 4": {NATIVE, AMP_FX, LEAN},
+    }
+    late = subprocess.run(
+        [*command, "--compile-seconds", "0"], capture_output=True, text=True, check=False
+    )
+    assert late.returncode == 1
+    assert "decode, all failed: did not compile in time" in late.stdout
