@@ -367,8 +367,14 @@ def stacked(counts: list[Tensor], numbers: Tensor) -> Tensor:
 
 def count_step(counts: list[Tensor], found_inf: Tensor | None) -> None:
     """Counts a step, unless it was skipped."""
-    if counts and found_inf is None:
+    if not counts:
+        return
+    if found_inf is not None:
+        number = (1 - found_inf).to(counts[0].dtype)
+    elif counts[0].is_cpu:  # torch would make a tensor of a number for each counter
+        number = torch.ones((), dtype=counts[0].dtype, device="cpu")
+    else:
         foreach_add_(counts, 1)
-    elif counts and found_inf is not None:
-        # Without alpha, torch converts the tensor to a number, which synchronizes with the device.
-        foreach_add_(counts, (1 - found_inf).to(counts[0].dtype), alpha=1)
+        return
+    # Without alpha, torch converts the tensor to a number, which synchronizes with the device.
+    foreach_add_(counts, number, alpha=1)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from amp_fx.errors import StaleWeightError
 from amp_fx.weights.engine import engine
 from amp_fx.weights.entry import CacheEntry, compute, computing_values, description, same_bits
-from amp_fx.weights.sample import DeviceSample, SampledEntries, remember, remember_computed
+from amp_fx.weights.sample import DeviceSample, SampledEntries, remember, remember_again
 from amp_fx.weights.store import STORE
 from amp_fx.weights.stream_order import accelerator_devices
 from amp_fx.weights.write_signals import is_capturing
@@ -142,30 +142,19 @@ class CachedCall:
         try:
             STORE.streams.note(devices)
             STORE.wait_for_refreshes(devices)
+            code, inputs = call  # another thread may have refreshed values since
             if STORE.streams.are_several(devices):
-                code, inputs = call  # another thread may have refreshed values since
                 self._hold([*inputs[len(self.passed) :], *(() if code is None else code[1])])
             entries = self._cache.entries(args) if self.verify == "sample" else None
-            if entries is not None:
-                lack_samples, is_due = entries.lack_samples(), entries.is_due()
-                if lack_samples or is_due:
-                    self._sample_weights(entries, devices, compares=is_due)
+            if entries is not None and entries.is_due():
+                with STORE.locked() as is_outermost:
+                    if is_outermost:
+                        STORE.streams.wait(devices)
+                        self._sample.start(entries)
         except BaseException:
             self.leave()
             raise
         return call  # type: ignore[no-any-return]
-
-    def _sample_weights(
-        self, entries: SampledEntries, devices: tuple[torch.device, ...], *, compares: bool
-    ) -> None:
-        """Compares weights with their samples if asked to, and takes the samples that lack."""
-        with STORE.locked() as is_outermost:
-            if is_outermost:
-                STORE.streams.wait(devices)
-                if compares:
-                    self._sample.start(entries)
-                if remember(entries):
-                    STORE.streams.record(devices)
 
     def _hold(self, values: Sequence[Any]) -> None:
         """Prevents reuse of the values' memory until the current streams have read it."""
@@ -212,8 +201,9 @@ class CachedCall:
         pairs = [(e, w) for e, w in zip(entries, weights, strict=True) if e is not None]
         cached = [entry for entry, _ in pairs]
         STORE.refresh(cached, [tensors for _, tensors in pairs])
-        if is_sampled:
-            remember_computed(cached)
+        if self.devices:
+            # Without sampling here, another graph may still sample the same weights.
+            (remember if self.verify == "sample" else remember_again)(cached)
         values = [
             compute(spec, tensors) if entry is None else entry.slot.value
             for spec, entry, tensors in zip(self.specs, entries, weights, strict=True)

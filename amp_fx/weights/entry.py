@@ -63,11 +63,9 @@ class CacheEntry:
         value_bytes: Bytes that the latest value takes in addition to the weights.
         is_cast: True if the value can be refreshed with one ``copy_`` of the weight.
         is_in_foreach_copy: True if ``_foreach_copy_`` refreshes the value with other casts.
-        allocated: When the memory of the value was allocated (``StreamOrder.allocated``).
+        allocated: When the memory of ``slot.value`` was allocated (``StreamOrder.allocated``).
         samples: Elements of the weights, on accelerators (``sample``).
         num_sampled: The number of computations of the value when they were read; None before.
-        num_noted: That number when ``sample`` last decided whether to read samples.
-        hits_noted: The number of hits then.
     """
 
     __slots__ = (
@@ -75,11 +73,9 @@ class CacheEntry:
         "allocated",
         "calls",
         "finalizers",
-        "hits_noted",
         "is_cast",
         "is_in_foreach_copy",
         "key",
-        "num_noted",
         "num_sampled",
         "owner",
         "samples",
@@ -99,7 +95,6 @@ class CacheEntry:
         self.allocated = 0
         self.samples: list[WeightSample] = []
         self.num_sampled: int | None = None
-        self.num_noted = self.hits_noted = 0
         self.calls: weakref.WeakSet[CachedCall] = weakref.WeakSet()
         self.weight_refs = tuple(weakref.ref(weight) for weight in weights)
         self.finalizers: list[weakref.finalize[..., torch.Tensor]] = []
@@ -120,11 +115,8 @@ class CacheEntry:
         return None if any(weight is None for weight in alive) else alive  # type: ignore[return-value]
 
     def has_samples(self) -> bool:
-        """Returns True if ``samples`` are of the weights from which the value was computed.
-
-        Aliases need none.
-        """
-        return bool(self.spec.is_alias or self.num_sampled == self.slot.made)
+        """Returns True if ``samples`` are of the weights from which the value was computed."""
+        return bool(self.num_sampled == self.slot.made)
 
     def is_of(self, weights: Weights) -> bool:
         """Returns True if ``weights`` are the entry's weights.

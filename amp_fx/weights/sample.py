@@ -1,7 +1,6 @@
 """Detects writes without a signal on accelerators by sampling weights asynchronously.
 
-When a value is computed first, and when it is used again after it was recomputed, ``remember``
-copies some elements of each of its weights on the device.
+When a value is computed, ``remember`` copies some elements of each of its weights on the device.
 Some later calls of a graph start a comparison with the current elements on their stream. The first
 call after the comparison has finished reads its result on the host. On the CPU, ``csrc/watch.cpp``
 compares one element per call instead.
@@ -48,7 +47,6 @@ class SampledEntries(tuple["CacheEntry", ...]):
 
     num_calls = 0
     due = 1
-    num_computed = -1
 
     def __init__(self, _: Iterable[CacheEntry]) -> None:
         self.answers: defaultdict[Any, HostCopy] = defaultdict(HostCopy)
@@ -61,15 +59,6 @@ class SampledEntries(tuple["CacheEntry", ...]):
         weights = [weight for entry in self for weight in entry.weights() or ()]
         compared = [w for w in weights if (w.device, w.dtype) == (device, dtype)]
         return sum(min(weight.numel(), MAX_SAMPLED) for weight in compared)
-
-    def lack_samples(self) -> bool:
-        """Notes a call; returns True if it must sample the weights.
-
-        It must if it uses values that an earlier call used and that have no samples
-        (``remember_computed``). The first value tells for all.
-        """
-        before, self.num_computed = self.num_computed, self[0].slot.made
-        return self.num_computed == before and not self[0].has_samples()
 
     def is_due(self) -> bool:
         """Counts a call; returns True if the call must start a comparison.
@@ -155,21 +144,21 @@ class WeightSample(NamedTuple):
 _random = random.Random()  # does not advance the user's generator
 
 
-def remember(entries: Iterable[CacheEntry]) -> bool:
+def remember(entries: Iterable[CacheEntry]) -> None:
     """Samples the weights of fresh values that have no samples yet.
 
-    The current streams read the weights after they have computed the values.
-
-    Returns:
-        True if it read samples.
+    The current streams read the weights after they have computed the values. The choice of elements
+    is kept, because training samples all weights after each update.
     """
     with computing_values():
         groups: defaultdict[Any, list[tuple[CacheEntry, int, _Grid, torch.Tensor]]]
         groups = defaultdict(list)
+        sampled: dict[CacheEntry, list[WeightSample]] = {}
         for entry in entries:
             weights = None if entry.has_samples() else _fresh_weights(entry)
             if weights is None:
                 continue
+            sampled[entry] = []
             grids = {sample.position: sample.grid for sample in entry.samples}
             for i, weight in enumerate(weights):
                 if _is_comparable(weight):
@@ -177,36 +166,18 @@ def remember(entries: Iterable[CacheEntry]) -> bool:
                     if grid is None or grid.layout != (weight.size(), weight.stride()):
                         grid = _Grid.over(weight)
                     groups[weight.device, weight.dtype].append((entry, i, grid, grid.of(weight)))
-            entry.samples = []
-            entry.num_sampled = entry.slot.made
         for group in groups.values():
             read = [elements for *_, elements in group]
             copies = torch.cat(read).split_with_sizes([elements.numel() for elements in read])
             for (entry, i, grid, _), elements in zip(group, copies, strict=True):
-                entry.samples.append(WeightSample(i, grid, elements))
-        return bool(groups)
+                sampled[entry].append(WeightSample(i, grid, elements))
+        for entry, samples in sampled.items():
+            entry.samples, entry.num_sampled = samples, entry.slot.made
 
 
-def remember_computed(entries: Iterable[CacheEntry], *, is_by_step: bool = False) -> None:
-    """Samples the weights of values that were computed now, if that is worth its time.
-
-    In training with one call per update, no value is used twice, and sampling would take longer
-    than the casts. So a value is sampled if it is the first of its entry or if its predecessor was
-    used twice. Others are sampled when they are used again (``SampledEntries.lack_samples``).
-
-    Args:
-        entries: The entries of the values.
-        is_by_step: Whether an optimizer step computed the values, not the call that uses them.
-    """
-    min_hits = 2 if is_by_step else 1
-    remember([entry for entry in entries if _is_worth_sampling(entry, min_hits)])
-
-
-def _is_worth_sampling(entry: CacheEntry, min_hits: int) -> bool:
-    made, hits = entry.slot.made, entry.slot.hits
-    is_new, was_reused = made != entry.num_noted, hits >= entry.hits_noted + min_hits
-    entry.num_noted, entry.hits_noted = made, hits
-    return bool(is_new and (made == 1 or was_reused))
+def remember_again(entries: Iterable[CacheEntry]) -> None:
+    """Samples weights again whose values were recomputed since their samples."""
+    remember([entry for entry in entries if entry.num_sampled is not None])
 
 
 class DeviceSample:
@@ -265,8 +236,7 @@ class _SampleComparison:
         self._sampled = [(weakref.ref(e), e.slot.made, s.position) for e, s, _ in sampled]
         recorded = [sample.recorded for _, sample, _ in sampled]
         self._lengths = [elements.numel() for elements in recorded]
-        if STORE.streams.are_several():
-            STORE.streams.hold([*[weight for *_, weight in sampled], *recorded])
+        STORE.streams.hold([*[weight for *_, weight in sampled], *recorded])
         current = torch.cat([sample.grid.of(weight) for _, sample, weight in sampled])
         bits = _BITS[current.dtype]
         room = entries.room(current.device, current.dtype) if answer.room == 0 else 0

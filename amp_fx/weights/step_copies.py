@@ -19,7 +19,7 @@ import torch
 from amp_fx.torch_private.pytree import tree_map
 from amp_fx.weights.engine import engine, is_available
 from amp_fx.weights.entry import computing_values
-from amp_fx.weights.sample import remember_computed
+from amp_fx.weights.sample import remember_again
 from amp_fx.weights.split import CachedValueSpec
 from amp_fx.weights.spread import parts_of
 from amp_fx.weights.store import STORE
@@ -110,14 +110,14 @@ class StepCopies:
         if state is None:
             yield Targets(list(weights), [[] for _ in weights], [])
             return
-        started, values = state
+        begun, values = state
         is_written = False
         try:
             yield _targets(weights, pairs, values)
             is_written = True
         finally:
             if is_written:
-                _end(pairs, started, values, devices)
+                _end(pairs, begun, values, devices)
             else:
                 engine().mark([weight for _, weight in pairs])
 
@@ -185,27 +185,30 @@ def _begin(
         started = engine().CacheSlot(sources, False)
         engine().start((started,), (sources,))
         reusable = engine().reusable(tuple(entry.slot for entry, _ in pairs))
-        values = []
+        is_free = STORE.memory_check()
+        values, allocated = [], []
         for (entry, weight), old in zip(pairs, reusable, strict=True):
-            if old is None or STORE.streams.has_other_readers(weight.device, entry.allocated):
-                entry.allocated = STORE.streams.allocated()
-                values.append(tree_map(torch.empty_like, entry.value))
-            else:
-                values.append(old)
-        return started, values
+            is_reused = old is not None and is_free(entry, (weight,))
+            values.append(old if is_reused else tree_map(torch.empty_like, entry.value))
+            allocated.append(entry.allocated if is_reused else None)
+        return (started, allocated), values
 
 
 def _end(
     pairs: Sequence[tuple[CacheEntry, torch.Tensor]],
-    started: Any,
+    begun: tuple[Any, list[int | None]],
     values: Sequence[Any],
     devices: tuple[torch.device, ...],
 ) -> None:
     with STORE.locked():
         slots = tuple(entry.slot for entry, _ in pairs)
         sources = tuple((weight,) for _, weight in pairs)
+        started, allocated = begun
+        now = STORE.streams.allocated()
         engine().finish_step(started, slots, tuple(values), sources)
+        for (entry, _), value, at in zip(pairs, values, allocated, strict=True):
+            if entry.value is value:
+                entry.allocated = now if at is None else at
         if devices:
-            sampled = [entry for entry, _ in pairs if entry.num_sampled is not None]
-            remember_computed(sampled, is_by_step=True)
+            remember_again(entry for entry, _ in pairs)
         STORE.streams.record(devices)

@@ -179,7 +179,24 @@ class Store:
         self._evict([entry for entry, old in pairs if old is None and not entry.is_cast])
         engine().start(slots, sources)
         with torch.profiler.record_function("amp_fx::refresh"):
-            engine().finish(slots, tuple(self._recompute(stale, sources, olds)))
+            values = self._recompute(stale, sources, olds)
+        allocated = self.streams.allocated()
+        engine().finish(slots, tuple(values))
+        for entry, value, old in zip(stale, values, olds, strict=True):
+            if value is not old:
+                entry.allocated = allocated
+
+    def memory_check(self) -> Callable[[CacheEntry, Weights], bool]:
+        """Returns a function that tells whether no other stream may still read a value.
+
+        It is valid until the current streams change.
+        """
+        free_since = functools.cache(self.streams.free_since)
+
+        def is_free(entry: CacheEntry, weights: Weights) -> bool:
+            return all(entry.allocated >= free_since(weight.device) for weight in weights)
+
+        return is_free
 
     def start(self, weights: Weights) -> Any:
         """Records the state of weights before values are computed outside of the store.
@@ -228,14 +245,12 @@ class Store:
             sources: The weights of each entry.
             olds: The old value of each entry if its memory can be reused, else None.
         """
+        is_free = self.memory_check()
         values: list[Any] = []
         targets, copied = [], []
         compiled: dict[tuple[int, ...], tuple[Weights, list[Any], list[Any]]] = {}
         for entry, weights, old in zip(entries, sources, olds, strict=True):
-            is_read = self.streams.has_other_readers(weights[0].device, entry.allocated)
-            value: Any = None if is_read else old
-            if value is None:
-                entry.allocated = self.streams.allocated()
+            value: Any = old if is_free(entry, weights) else None
             spec: Any = entry.spec
             if is_compiled(spec, weights):
                 if value is None:

@@ -7,6 +7,7 @@ streams.
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,20 +19,36 @@ if TYPE_CHECKING:
 class StreamOrder:
     """Streams that calls used on each device, and the event of the last refresh on each stream.
 
-    Attributes:
-        now: Number of allocations of memory for values. ``has_other_readers`` compares it with the
-            number at the latest call on each stream.
+    A count of allocations orders allocations and calls. A stream whose latest call was before the
+    memory of a value was allocated has never read that memory.
     """
 
     def __init__(self) -> None:
-        self.now = 0
         self._events: dict[torch.device, dict[int, torch.Event]] = {}
         self._streams: dict[torch.device, dict[int, int]] = {}
+        self._num_allocated = 0
+        self._lock = threading.Lock()
 
     def allocated(self) -> int:
-        """Counts an allocation; returns a number for ``has_other_readers``."""
-        self.now += 1
-        return self.now
+        """Counts an allocation; call it before any call can find the memory.
+
+        Returns:
+            A number to compare with that of ``free_since``.
+        """
+        self._num_allocated += 1
+        return self._num_allocated
+
+    def free_since(self, device: torch.device) -> int:
+        """Returns a number: other streams have not read memory that was allocated since.
+
+        The streams are those of a device, without its current one.
+        """
+        if device not in self._streams:
+            return 0
+        current = torch.accelerator.current_stream(device).stream_id
+        with self._lock:
+            others = [at for stream, at in self._streams[device].items() if stream != current]
+        return 1 + max(others, default=-1)
 
     def record(self, devices: Sequence[torch.device]) -> None:
         """Records that values on these devices were refreshed on the current streams."""
@@ -48,7 +65,8 @@ class StreamOrder:
         """
         for device in devices:
             stream = torch.accelerator.current_stream(device)
-            self._streams.setdefault(device, {})[stream.stream_id] = self.now
+            with self._lock:  # two threads may use one stream
+                self._streams.setdefault(device, {})[stream.stream_id] = self._num_allocated
 
     def wait(self, devices: Iterable[torch.device]) -> None:
         """Makes the current streams wait for refreshes on other streams."""
@@ -66,21 +84,6 @@ class StreamOrder:
         """
         checked = self._streams if devices is None else devices
         return any(len(self._streams.get(device, ())) > 1 for device in checked)
-
-    def has_other_readers(self, device: torch.device, allocated: int) -> bool:
-        """Returns True if other streams than the current one may still read a value.
-
-        A stream whose latest call was before the value's memory was allocated does not.
-
-        Args:
-            device: The device of the value.
-            allocated: The result of ``allocated`` for its memory.
-        """
-        streams = self._streams.get(device, {})
-        if len(streams) < 2:
-            return False
-        current = torch.accelerator.current_stream(device).stream_id
-        return any(at >= allocated for stream, at in streams.items() if stream != current)
 
     def hold(self, values: Sequence[torch.Tensor]) -> None:
         """Prevents reuse of the values' memory until the current streams have read it."""

@@ -364,33 +364,16 @@ def test_copies_that_an_optimizer_writes_are_no_alarm(accelerator: Accelerator) 
     assert len(messages) == 1
 
 
-def samples_of(scene: Scene) -> torch.Tensor:
-    (entry,) = STORE.of_weight(scene.weights[0])
-    (sample,) = entry.samples
-    return sample.recorded
-
-
-def test_values_that_no_second_call_uses_are_rarely_sampled(accelerator: Accelerator) -> None:
-    """As in training with one call per update."""
-    scene = Scene(accelerator, weight_of(4, 4))
-    seen: list[torch.Tensor] = []
-    for _ in range(4 * CALLS_BETWEEN):
-        scene.weights[0].mul_(1.01)
-        assert scene.call() == scene.expected()
-        if not seen or seen[-1] is not samples_of(scene):
-            seen.append(samples_of(scene))
-    assert len(seen) <= 4
-
-
-def test_a_write_is_found_though_training_used_no_value_twice(accelerator: Accelerator) -> None:
-    scene = Scene(accelerator, weight_of(4, 4))
+def test_a_write_is_found_behind_a_weight_that_never_changes(accelerator: Accelerator) -> None:
+    """And after training that used each value once."""
+    scene = Scene(accelerator, weight_of(4, 4), weight_of(3, 3))
     with alarms() as messages:
         for _ in range(FIRST_CALLS + 3):
-            scene.weights[0].mul_(1.5)
+            scene.weights[1].mul_(1.5)
             scene.call()
         scene.warm(2)
         assert not messages
-        scene.arrays[0][:] = 2.0
+        scene.arrays[1][:] = 2.0
         assert scene.calls_until_right() <= CALLS_BETWEEN
     assert len(messages) == 1
 
@@ -577,19 +560,48 @@ def test_a_stream_that_calls_no_more_does_not_keep_memory_from_reuse(
     assert len(set(addresses)) == 2
 
 
-def test_a_stream_that_has_called_again_keeps_memory_from_reuse(accelerator: Accelerator) -> None:
+def refuse(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("out of memory")
+
+
+def fail_in_a_step(scene: Scene, _: pytest.MonkeyPatch) -> None:
+    step = StepCopies(torch.optim.SGD(scene.weights))
+    with pytest.raises(RuntimeError), step.written(scene.weights):
+        raise RuntimeError
+
+
+def write_during_a_step(scene: Scene, _: pytest.MonkeyPatch) -> None:
+    step = StepCopies(torch.optim.SGD(scene.weights))
+    with step.written(scene.weights):
+        scene.weights[0].mul_(1.5)
+
+
+def fail_in_a_refresh(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene.weights[0].mul_(1.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_strided", refuse)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            scene.call()
+
+
+@pytest.mark.parametrize("act", [None, fail_in_a_step, write_during_a_step, fail_in_a_refresh])
+def test_memory_that_another_stream_has_read_is_not_written(
+    accelerator: Accelerator,
+    monkeypatch: pytest.MonkeyPatch,
+    act: Callable[[Scene, pytest.MonkeyPatch], None] | None,
+) -> None:
+    """Nothing else refers to the value, so that only this keeps its memory from reuse."""
     scene = Scene(accelerator, weight_of(4, 4))
     scene.call()
     (entry,) = STORE.of_weight(scene.weights[0])
     for _ in range(3):
-        before, contents = entry.value, entry.value.clone()
-        for stream in accelerator.streams:
-            accelerator.current = stream
-            scene.call()
+        on_two_streams(accelerator, scene)
+        if act is not None:
+            act(scene, monkeypatch)
+        value = weakref.ref(entry.value)
         scene.weights[0].mul_(1.5)
-        scene.call()
-        assert entry.value is not before
-        assert torch.equal(before, contents)
+        assert scene.call() == scene.expected()
+        assert value() is None, "it was written in place"
 
 
 def test_a_comparison_holds_what_it_reads(accelerator: Accelerator) -> None:
