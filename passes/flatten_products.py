@@ -11,8 +11,9 @@ After:
     %y       = aten.reshape(%product, [64, 4, 576])
 
 Left unchanged: other devices, whose kernels read an expanded matrix without a copy; float32, whose
-kernels sum in another order; products with two symbolic sizes. The kernels of float16 do too, so
-it is flattened only in generated code that may have other bits.
+kernels sum in another order; products with two symbolic sizes. The kernels of float16 do too, and
+on AMX units those of bfloat16 for rows whose elements are not next to each other in memory. Those
+are flattened only in generated code that may have other bits.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 
-def flatten_products(graph: fx.Graph, dtypes: Collection[torch.dtype] = (torch.bfloat16,)) -> int:
+def flatten_products(
+    graph: fx.Graph, dtypes: Collection[torch.dtype], *, keeps_bits: bool = False
+) -> int:
     """Flattens products of a graph in place.
 
     Without gradients, ``torch.nn.functional.linear`` computes such a product for an input that is
@@ -45,24 +48,29 @@ def flatten_products(graph: fx.Graph, dtypes: Collection[torch.dtype] = (torch.b
     Args:
         graph: A graph of AOTAutograd whose nodes have their values in ``meta["val"]``.
         dtypes: Dtypes of the products that are flattened.
+        keeps_bits: Whether products are left that may have other bits if they are flattened.
 
     Returns:
         The number of products that were flattened.
     """
     products = graph.find_nodes(op="call_function", target=aten.bmm.default)
-    flattened = [p for p in products if _flatten(graph, p, dtypes)]
+    flattened = [p for p in products if _flatten(graph, p, dtypes, keeps_bits)]
     if flattened:
         graph.eliminate_dead_code()
         graph.lint()
     return len(flattened)
 
 
-def _flatten(graph: fx.Graph, product: fx.Node, dtypes: Collection[torch.dtype]) -> bool:
+def _flatten(
+    graph: fx.Graph, product: fx.Node, dtypes: Collection[torch.dtype], keeps_bits: bool
+) -> bool:
     """Flattens one product if possible; returns True if it was flattened."""
     left, right = product.all_input_nodes[0], product.all_input_nodes[-1]
     value = VALUE.of(product)
     sizes = _sizes(value)
     if sizes is None or value.dtype not in dtypes or not _is_shared(VALUE.of(right)):
+        return False
+    if keeps_bits and VALUE.of(left).stride(2) != 1:
         return False
     with graph.inserting_before(product):
         flat = _call(graph, aten.reshape.default, left, [-1, VALUE.of(left).size(2)])

@@ -123,7 +123,8 @@ class AfterAutograd(CustomGraphPass):
         """
         exact = (torch.bfloat16,) if has_product_kernels(torch.bfloat16) else ()
         dtypes = (torch.bfloat16, torch.float16) if self.widens_products else exact
-        record(+Counter(flattened_products=flatten_products(graph, dtypes)))
+        num_flattened = flatten_products(graph, dtypes, keeps_bits=self.keeps_kernels)
+        record(+Counter(flattened_products=num_flattened))
 
     def widen_products(self, graph: fx.Graph) -> None:
         """Computes products in float32 if this CPU has no units for their dtype."""
