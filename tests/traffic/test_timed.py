@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from amp_fx.bench.settings import Settings
 from tests.traffic import timed
 from tests.traffic.models import TINY
 from tests.traffic.worker import AMP_FX, FROZEN, LEAN, LIMIT, NATIVE
@@ -18,12 +19,16 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+SETTINGS = Settings(torch.device("cpu"))
+CONTENDERS = {contender.name: contender for contender in (*timed.ONE, *timed.INFERENCE)}
+
+
 @pytest.mark.parametrize("contender", [NATIVE, AMP_FX, FROZEN, LEAN, LIMIT])
 def test_contenders_compute_in_the_low_dtype(contender: str) -> None:
     """In a region that is off, amp_fx casts nothing."""
     with torch.no_grad():
-        _, call = timed.call_of(TINY["mlp"], contender, "cpu", trains=False, graphs=False)
-        assert call().dtype is timed.DTYPE
+        call: Any = timed.prepare(TINY["mlp"], CONTENDERS[contender], SETTINGS, 0)
+        assert call().dtype is SETTINGS.dtype
 
 
 @pytest.mark.slow
@@ -37,7 +42,7 @@ def test_each_case_is_timed_in_a_process_and_failures_are_told(tmp_path: Path) -
     kinds = {row["kind"]: set(row["seconds"]) for row in timings}
     assert kinds == {
         "inference": {NATIVE, AMP_FX, FROZEN, LIMIT},
-        "training, 1": {NATIVE, AMP_FX, LEAN, LIMIT, "compile_step"},
+        "training, 1": {NATIVE, AMP_FX, LEAN, LIMIT, "compile_step", "uncached"},
         "training, 4": {NATIVE, AMP_FX, LEAN},
     }
     late = subprocess.run(
@@ -45,3 +50,14 @@ def test_each_case_is_timed_in_a_process_and_failures_are_told(tmp_path: Path) -
     )
     assert late.returncode == 1
     assert "decode, all failed: did not compile in time" in late.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["nope", "--device", "cpu"], "case nope: "), (["mlp", "--device", "qpu"], "--device qpu: ")],
+)
+def test_arguments_that_are_not_usable(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert timed.main(arguments) == 2
+    assert message in capsys.readouterr().err

@@ -1,20 +1,20 @@
 """``python -m tests.traffic time``: times the models of ``bytes`` on a GPU.
 
 Each case has a process. All processes compile at the same time; then they are timed one after
-another, so that nothing else runs on the GPU. In a process, contenders take turns. Times are
-relative to native ``torch.compile`` under ``torch.autocast``, as in ``roofline``, which predicts
-them.
+another, so that nothing else runs on the GPU. In a process, the contenders of ``amp_fx.bench`` take
+turns. Times are relative to native ``torch.compile`` under ``torch.autocast``, as in ``roofline``,
+which predicts them.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
-import selectors
-import subprocess
+import multiprocessing
+import statistics
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,27 +22,57 @@ import torch
 from torch import nn
 
 import amp_fx
-from amp_fx.bench.contenders import copy_forward
-from amp_fx.bench.settings import versions
-from amp_fx.bench.timing import time_in_turns
+from amp_fx.bench import contenders as bench
+from amp_fx.bench.settings import Settings, choose, parse_device, versions
+from amp_fx.bench.timing import WARM_UP_CALLS, time_in_turns
+from amp_fx.errors import AmpFxError
 from tests.traffic.models import CASES, TINY
 from tests.traffic.worker import AMP_FX, FROZEN, LEAN, LIMIT, NATIVE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
+    from multiprocessing.connection import Connection
 
+    from amp_fx.bench.contenders import Contender, Run
     from tests.traffic.models import Case
 
-    Call = Callable[[], torch.Tensor]
-    Run = Callable[[], object]
 
-MARK = "timed: "
-"""Begins each line that a process prints for this command; libraries print lines, too."""
-DTYPE = torch.bfloat16
-LEARNING_RATE = 1e-5
-MICRO_BATCHES = (1, 4)
-GRAPHS = {"triton.cudagraphs": True}
-"""Options of inductor for its CUDA graphs."""
+def _variant(original: str, name: str, **options: Any) -> Contender:
+    """Returns a contender of the benchmark with another name and more options."""
+    contender = bench.BY_NAME[original]
+    more = (*contender.options, *options.items())
+    return dataclasses.replace(contender, name=name, options=more)
+
+
+UNCACHED, STEP = "uncached", "compile_step"
+_OURS = {"output_dtype": "autocast"}  # as native's
+_IN_TRAINING = {"weight_cache": "training", **_OURS}
+_GRAPHS = {"triton.cudagraphs": True}
+_NATIVE, _LIMIT = bench.BY_NAME[bench.NATIVE], bench.BY_NAME[bench.LIMIT]
+INFERENCE = (
+    _NATIVE,
+    _variant(bench.AMP_FX, AMP_FX, **_OURS),
+    _variant(bench.AMP_FX, FROZEN, freezing=True, **_OURS),
+    _LIMIT,
+)
+IN_GRAPHS = (  # inductor's CUDA graphs, for which nothing is frozen
+    _variant(bench.NATIVE, NATIVE, **_GRAPHS),
+    _variant(bench.AMP_FX, AMP_FX, **_GRAPHS, **_OURS),
+    _variant(bench.LIMIT, LIMIT, **_GRAPHS),
+)
+SEVERAL = (
+    _NATIVE,
+    _variant(bench.AMP_FX, AMP_FX, **_IN_TRAINING),
+    _variant(bench.LEAN, LEAN, **_IN_TRAINING),
+)
+ONE = (
+    *SEVERAL,
+    _variant(bench.AMP_FX, UNCACHED, **_OURS),
+    _variant(bench.AMP_FX, STEP, **_OURS),
+    _LIMIT,
+)
+"""``SEVERAL`` train with several micro-batches per update, and these with one."""
+NUM_SEVERAL = 4
 
 
 class Timed(nn.Module):
@@ -58,117 +88,87 @@ class Timed(nn.Module):
         return out
 
 
-def call_of(case: Case, contender: str, device: str, *, trains: bool, graphs: bool) -> Any:
-    """Returns the model of a contender, and a function that calls the compiled model.
+def prepare(case: Case, contender: Contender, settings: Settings, num_micro_batches: int) -> Run:
+    """Returns a function that runs one call, or one update if there are micro-batches.
 
-    Args:
-        case: The model and its input.
-        contender: ``"native"``, ``"amp_fx"``, ``"frozen"``, ``"lean"`` or ``"limit"``.
-        device: A device type.
-        trains: Whether gradients are needed.
-        graphs: Whether inductor records CUDA graphs.
+    Unlike the benchmark's workloads, the input gets a gradient, and the result is given one.
     """
-    torch.manual_seed(0)
-    stored = DTYPE if contender == LIMIT else torch.float32
-    with torch.device(device):
+    torch.manual_seed(bench.SEED)
+    is_trained = num_micro_batches > 0
+    stored = settings.dtype if contender.is_stored_low else torch.float32
+    with settings.device:
         model = Timed(case.build()).to(stored)
-    copy_forward(model, contender)
-    with torch.device(device):
-        x = torch.randn(case.shape, dtype=stored, requires_grad=trains)
-    options: dict[str, Any] = dict(GRAPHS) if graphs else {}
-    if contender in (NATIVE, LIMIT):
-        compiled = torch.compile(model, options=options or None, dynamic=False)
-    else:
-        options |= {"dtype": DTYPE, "policy": LEAN if contender == LEAN else "torch"}
-        options["output_dtype"] = "autocast"  # as native's
-        options |= {"freezing": True} if contender == FROZEN else {}
-        compiled = torch.compile(model, backend="amp_fx", options=options, dynamic=False)
+        x = torch.randn(case.shape, dtype=stored, requires_grad=is_trained)
+    bench.copy_forward(model, contender.name)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=bench.LEARNING_RATE, fused=contender.name != STEP
+    )
+    # Before the first call, which compiles: the step writes the casts of graphs compiled later.
+    step: Any = amp_fx.compile_step(optimizer) if contender.name == STEP else optimizer.step
+    compiled = bench.compiled(contender, model, (x,), settings)
 
     def call() -> torch.Tensor:
-        # A region that is off around a call of amp_fx would tell it to cast nothing.
-        region = torch.autocast(device, DTYPE) if contender == NATIVE else nullcontext()
-        with region:
+        with bench.region_of(contender, settings):
             out: torch.Tensor = compiled(x)
         return out
 
-    return model, call
-
-
-def runs_of(case: Case, device: str) -> Iterator[tuple[str, str, Callable[[], Run]]]:
-    """Yields the work to time: its kind, the contender, and a function that prepares it."""
-    for graphs in (False, True) if device == "cuda" else (False,):
-        kind = "inference, CUDA graphs" if graphs else "inference"
-        # Frozen graphs are not recorded.
-        for contender in (NATIVE, AMP_FX, *(() if graphs else (FROZEN,)), LIMIT):
-            yield kind, contender, _inference(case, contender, device, graphs=graphs)
-    for count in MICRO_BATCHES:
-        for contender in (NATIVE, AMP_FX, LEAN, *((LIMIT,) if count == 1 else ())):
-            yield f"training, {count}", contender, _training(case, contender, device, count)
-    yield "training, 1", "compile_step", _training(case, AMP_FX, device, 1, compiles_step=True)
-
-
-def _inference(case: Case, contender: str, device: str, *, graphs: bool) -> Callable[[], Run]:
-    def prepare() -> Run:
-        _, call = call_of(case, contender, device, trains=False, graphs=graphs)
+    if not is_trained:
         run: Run = torch.no_grad()(call)
         return run
+    grad = torch.ones_like(call())
 
-    return prepare
+    def update() -> None:
+        for _ in range(num_micro_batches):
+            call().backward(grad)  # type: ignore[no-untyped-call]
+        step()
+        optimizer.zero_grad()
 
-
-def _training(
-    case: Case, contender: str, device: str, count: int, *, compiles_step: bool = False
-) -> Callable[[], Run]:
-    def prepare() -> Run:
-        model, call = call_of(case, contender, device, trains=True, graphs=False)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=not compiles_step)
-        step: Any = amp_fx.compile_step(optimizer) if compiles_step else optimizer.step
-        grad = torch.ones_like(call())
-
-        def update() -> None:
-            for _ in range(count):
-                call().backward(grad)
-            step()
-            optimizer.zero_grad()
-
-        return update
-
-    return prepare
+    return update
 
 
-def serve(name: str, device: str, *, is_tiny: bool, repeats: int) -> None:
-    """Compiles all runs of a case, waits for a line on stdin, and prints their times."""
-    case = (TINY if is_tiny else CASES)[name]
+def kinds(device: torch.device) -> Iterator[tuple[str, Sequence[Contender], int]]:
+    """Yields what is timed: its name, the contenders, and the number of micro-batches."""
+    yield "inference", INFERENCE, 0
+    if device.type == "cuda":
+        yield "inference, CUDA graphs", IN_GRAPHS, 0
+    yield "training, 1", ONE, 1
+    yield f"training, {NUM_SEVERAL}", SEVERAL, NUM_SEVERAL
+
+
+def serve(connection: Connection, name: str, parsed: argparse.Namespace) -> None:
+    """Compiles a case, sends what failed, and sends the times when it is asked for them."""
+    case = (TINY if parsed.tiny else CASES)[name]
+    settings = Settings(torch.device(parsed.device))
     runs: dict[str, dict[str, Run]] = {}
     failures: dict[str, str] = {}
-    for kind, contender, prepare in runs_of(case, device):
-        run = _warmed(prepare)
-        if isinstance(run, str):
-            failures[f"{kind}: {contender}"] = run
-        else:
-            runs.setdefault(kind, {})[contender] = run
-    _tell({"case": name, "failures": failures})
-    sys.stdin.readline()
+    for kind, contenders, num_micro_batches in kinds(settings.device):
+        for contender in contenders:
+            run = _warmed(case, contender, settings, num_micro_batches)
+            if isinstance(run, str):
+                failures[f"{kind}: {contender.name}"] = run
+            else:
+                runs.setdefault(kind, {})[contender.name] = run
+    connection.send(failures)
+    connection.recv()
+    rows = []
     for kind, by_contender in runs.items():
-        timings = time_in_turns(by_contender, repeats=repeats, steps=None)
-        times = {contender: timing.times for contender, timing in timings.items()}
-        _tell({"case": name, "kind": kind, "seconds": times})
+        timings = time_in_turns(by_contender, repeats=parsed.repeats, steps=None)
+        seconds = {contender: timing.times for contender, timing in timings.items()}
+        rows.append({"case": name, "kind": kind, "seconds": seconds})
+    connection.send(rows)
 
 
-def _warmed(prepare: Callable[[], Run]) -> Run | str:
+def _warmed(
+    case: Case, contender: Contender, settings: Settings, num_micro_batches: int
+) -> Run | str:
     """Prepares and compiles a run; returns the message if that fails."""
     try:
-        run = prepare()
-        for _ in range(3):
+        run = prepare(case, contender, settings, num_micro_batches)
+        for _ in range(WARM_UP_CALLS):
             run()
     except Exception as error:  # noqa: BLE001
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     return run
-
-
-def _tell(data: dict[str, Any]) -> None:
-    sys.stdout.write(f"{MARK}{json.dumps(data)}\n")
-    sys.stdout.flush()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -178,38 +178,37 @@ def main(argv: Sequence[str]) -> int:
         argv: The arguments behind ``time``.
 
     Returns:
-        The exit code: 0, or 1 if something could not be timed.
+        The exit code: 0; 1 if something could not be timed; 2 for an argument that is not usable.
     """
     parsed = _parser().parse_args(list(argv))
-    start = time.monotonic()
-    workers = {
-        name: _start(name, parsed.device, is_tiny=parsed.tiny, repeats=parsed.repeats)
-        for name in parsed.cases or CASES
-    }
-    ready = dict(_ready(workers, start + parsed.compile_seconds))
+    try:
+        cases = [choose("case", name, tuple(CASES)) for name in parsed.cases] or list(CASES)
+        parse_device(parsed.device)
+    except AmpFxError as error:
+        sys.stderr.write(f"tests.traffic: {error}\n")
+        return 2
+    deadline = time.monotonic() + parsed.compile_seconds
+    workers = {name: _start(name, parsed) for name in cases}
+    failures = {name: _receive(worker, deadline) for name, worker in workers.items()}
     rows: list[dict[str, Any]] = []
-    failures = {name: {"all": "did not compile in time"} for name in workers if name not in ready}
-    failures |= {name: found for name, found in ready.items() if found}
     for name, worker in workers.items():
-        if name not in ready:
-            worker.kill()
-    for name in ready:
-        for row in _timed(workers[name]):
-            rows.append(row)
-            sys.stdout.write(f"{line_of(row)}\n")
-            sys.stdout.flush()
-            if parsed.json:
-                data = {
-                    **versions(),
-                    "device": parsed.device,
-                    "timings": rows,
-                    "failures": failures,
-                }
-                parsed.json.write_text(json.dumps(data, indent=1) + "\n")
-    for name, found in failures.items():
-        for what, why in found.items():
+        if _ALL in failures[name]:
+            continue
+        worker.send(None)
+        found = _receive(worker)
+        if isinstance(found, dict):
+            failures[name] = found
+            continue
+        rows += found
+        sys.stdout.write("".join(f"{line_of(row)}\n" for row in found))
+        sys.stdout.flush()
+        if parsed.json:
+            data = {**versions(), "device": parsed.device, "timings": rows, "failures": failures}
+            parsed.json.write_text(json.dumps(data, indent=1) + "\n")
+    for name, failed in failures.items():
+        for what, why in failed.items():
             sys.stdout.write(f"{name}, {what} failed: {why}\n")
-    return int(bool(failures))
+    return int(any(failures.values()))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -225,48 +224,31 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _start(name: str, device: str, *, is_tiny: bool, repeats: int) -> subprocess.Popen[str]:
-    text = (
-        "from tests.traffic.timed import serve\n"
-        f"serve({name!r}, {device!r}, is_tiny={is_tiny}, repeats={repeats})"
-    )
-    return subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", text],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+def _start(name: str, parsed: argparse.Namespace) -> Connection:
+    """Starts the process of a case, which ends with this one."""
+    context = multiprocessing.get_context("spawn")  # a fork would inherit locks of torch
+    connection, other_end = context.Pipe()
+    context.Process(target=serve, args=(other_end, name, parsed), daemon=True).start()
+    other_end.close()  # so that ``recv`` raises an error if the process exits
+    return connection
 
 
-def _ready(
-    workers: dict[str, subprocess.Popen[str]], deadline: float
-) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yields the names of processes that have compiled, and what failed in them."""
-    with selectors.DefaultSelector() as selector:
-        for worker in workers.values():
-            assert worker.stdout is not None
-            selector.register(worker.stdout, selectors.EVENT_READ)
-        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                line = key.fileobj.readline()  # type: ignore[union-attr]
-                if not line:
-                    selector.unregister(key.fileobj)
-                elif line.startswith(MARK):
-                    data = json.loads(line.removeprefix(MARK))
-                    selector.unregister(key.fileobj)
-                    yield data["case"], data["failures"]
+_ALL = "all"
 
 
-def _timed(worker: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
-    out, _ = worker.communicate("go\n")
-    for line in out.splitlines():
-        if line.startswith(MARK):
-            yield json.loads(line.removeprefix(MARK))
+def _receive(worker: Connection, deadline: float | None = None) -> Any:
+    """Returns what a process sends, or why nothing of its case can be timed."""
+    if deadline is not None and not worker.poll(max(0.0, deadline - time.monotonic())):
+        return {_ALL: "did not compile in time"}
+    try:
+        return worker.recv()
+    except EOFError:
+        return {_ALL: "its process ended"}
 
 
 def line_of(row: dict[str, Any]) -> str:
     """Returns the median of each contender, and in parentheses its ratio to native's."""
-    medians = {name: sorted(times)[len(times) // 2] for name, times in row["seconds"].items()}
+    medians = {name: statistics.median(times) for name, times in row["seconds"].items()}
     native = medians.get(NATIVE)
     shown = [
         f"{name} {1e6 * seconds:.1f} us" + (f" ({seconds / native:.3f})" if native else "")
