@@ -27,11 +27,6 @@ class HostCopy:
         """True if a copy was started and its result was not returned yet."""
         return self._pending is not None
 
-    @property
-    def room(self) -> int:
-        """Number of elements that fit into the memory; 0 before the first copy."""
-        return 0 if self._buffer is None else self._buffer.numel()
-
     def start(self, source: torch.Tensor, *, room: int = 0) -> None:
         """Queues a copy on the current stream, which must not be capturing a CUDA graph.
 

@@ -143,8 +143,7 @@ class CachedCall:
             STORE.streams.note(devices)
             STORE.wait_for_refreshes(devices)
             code, inputs = call  # another thread may have refreshed values since
-            if STORE.streams.are_several(devices):
-                self._hold([*inputs[len(self.passed) :], *(() if code is None else code[1])])
+            self._hold([*inputs[len(self.passed) :], *(() if code is None else code[1])])
             entries = self._cache.entries(args) if self.verify == "sample" else None
             if entries is not None and entries.is_due():
                 with STORE.locked() as is_outermost:
@@ -158,7 +157,8 @@ class CachedCall:
 
     def _hold(self, values: Sequence[Any]) -> None:
         """Prevents reuse of the values' memory until the current streams have read it."""
-        STORE.streams.hold(flattened(values))
+        if STORE.streams.are_several():
+            STORE.streams.hold(flattened(values))
 
     def prepare(self, args: Args) -> tuple[Any, list[Any]]:
         """Computes stale and missing values and begins the call.

@@ -199,7 +199,7 @@ class DeviceSample:
                         weight = weights[sample.position]
                         groups[weight.device, weight.dtype].append((entry, sample, weight))
             for key, sampled in groups.items():
-                comparison = _SampleComparison(entries, entries.answers[key], sampled)
+                comparison = _SampleComparison(entries.answers[key], sampled, entries.room(*key))
                 self._running.append(comparison)
 
     def read(self) -> list[tuple[str, torch.Tensor]]:
@@ -221,16 +221,16 @@ class _SampleComparison:
     It holds no references to weights because ``torch.utils.swap_tensors`` would reject them.
 
     Args:
-        entries: All entries of the graph, which later comparisons may sample.
         answer: Copies the result to the host.
         sampled: The samples, each with its entry and weight.
+        room: The maximum number of elements in a later comparison.
     """
 
     def __init__(
         self,
-        entries: SampledEntries,
         answer: HostCopy,
         sampled: Sequence[tuple[CacheEntry, WeightSample, torch.Tensor]],
+        room: int,
     ) -> None:
         self.answer = answer
         self._sampled = [(weakref.ref(e), e.slot.made, s.position) for e, s, _ in sampled]
@@ -239,7 +239,6 @@ class _SampleComparison:
         STORE.streams.hold([*[weight for *_, weight in sampled], *recorded])
         current = torch.cat([sample.grid.of(weight) for _, sample, weight in sampled])
         bits = _BITS[current.dtype]
-        room = entries.room(current.device, current.dtype) if answer.room == 0 else 0
         self.answer.start(current.view(bits) != torch.cat(recorded).view(bits), room=room)
 
     def changed(self, answer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

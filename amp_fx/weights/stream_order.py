@@ -87,8 +87,6 @@ class StreamOrder:
 
     def hold(self, values: Sequence[torch.Tensor]) -> None:
         """Prevents reuse of the values' memory until the current streams have read it."""
-        if not self.are_several():
-            return
         for value in values:
             if len(self._streams.get(value.device, ())) > 1:
                 value.record_stream(torch.accelerator.current_stream(value.device))
