@@ -367,14 +367,8 @@ def stacked(counts: list[Tensor], numbers: Tensor) -> Tensor:
 
 def count_step(counts: list[Tensor], found_inf: Tensor | None) -> None:
     """Counts a step, unless it was skipped."""
-    if not counts:
-        return
-    if found_inf is not None:
-        number = (1 - found_inf).to(counts[0].dtype)
-    elif counts[0].is_cpu:  # torch would make a tensor of a number for each counter
-        number = torch.ones((), dtype=counts[0].dtype, device="cpu")
-    else:
-        foreach_add_(counts, 1)
-        return
-    # Without alpha, torch converts the tensor to a number, which synchronizes with the device.
-    foreach_add_(counts, number, alpha=1)
+    if counts:
+        # A tensor: on the CPU, torch makes one of a number for each counter. With alpha: otherwise,
+        # torch converts the tensor to a number, which synchronizes with the device.
+        is_taken = torch.ones_like(counts[0]) if found_inf is None else 1 - found_inf
+        foreach_add_(counts, is_taken.to(counts[0].dtype), alpha=1)
