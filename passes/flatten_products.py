@@ -42,8 +42,8 @@ def flatten_products(
     not contiguous (``should_fold`` in ``ATen/native/LinearAlgebra.cpp``), for example in
     ``torch.nn.MultiheadAttention`` with ``batch_first=True``. On the CPU, inductor copies the
     expanded matrix once per batch element in every call, and does not pack the weight. Where
-    oneDNN has kernels for bfloat16, the flattened product has the same bits
-    (``tests/passes/test_flatten_products.py``).
+    oneDNN has kernels for bfloat16, the flattened product of rows whose elements are next to each
+    other has the same bits (``tests/passes/test_flatten_products.py``).
 
     Args:
         graph: A graph of AOTAutograd whose nodes have their values in ``meta["val"]``.

@@ -43,6 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUDGET = 530.0
 """Seconds for all parts; nine minutes with what goes on around them."""
 MOST_JOBS = 9
+"""As many parts of tests as run at the same time on a machine with 18 cores or more."""
 
 
 def main(argv: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
