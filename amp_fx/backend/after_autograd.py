@@ -21,10 +21,12 @@ from amp_fx.graphs import casts as casting
 from amp_fx.graphs.casts import CONVERT
 from amp_fx.passes import flatten_products as flattening
 from amp_fx.passes import keep_eager_kernels as keeping
+from amp_fx.passes import open_attention as opening
 from amp_fx.passes import raise_casts as raising
 from amp_fx.passes import widen_products as widening
 from amp_fx.passes.flatten_products import flatten_products
 from amp_fx.passes.keep_eager_kernels import keep_eager_kernels
+from amp_fx.passes.open_attention import open_attention
 from amp_fx.passes.raise_casts import raise_casts
 from amp_fx.passes.widen_products import widen_products
 from amp_fx.stats import record
@@ -45,7 +47,17 @@ DEVICES = ("cuda",)
 XPU has these kernels too (``WITH_OUT_DTYPE``), but gradients have not been run there.
 """
 
-_MODULES = (batch_norms, casting, few_rows, flattening, generated, keeping, raising, widening)
+_MODULES = (
+    batch_norms,
+    casting,
+    few_rows,
+    flattening,
+    generated,
+    keeping,
+    opening,
+    raising,
+    widening,
+)
 _PASSES = (*(module.__file__ for module in _MODULES),)
 
 
@@ -82,7 +94,8 @@ class AfterAutograd(CustomGraphPass):
 
     Args:
         has_wide_grads: Whether products that compute float32 gradients return float32.
-        widens_products: Whether products run in float32 on a CPU without units for their dtype.
+        chooses_kernels: Whether products and attention may add up in another order than in ATen's
+            kernels: in float32 on a CPU without units for their dtype, or in generated code.
         raises_casts: ``Options.raise_casts``.
         keeps_kernels: Whether ops run in ATen's kernels if generated code has other bits.
         following: The user's ``post_grad_custom_pre_pass``, which runs after this pass.
@@ -92,13 +105,13 @@ class AfterAutograd(CustomGraphPass):
         self,
         *,
         has_wide_grads: bool = False,
-        widens_products: bool = False,
+        chooses_kernels: bool = False,
         raises_casts: bool = False,
         keeps_kernels: bool = False,
         following: Any = None,
     ) -> None:
         self.has_wide_grads = has_wide_grads
-        self.widens_products = widens_products
+        self.chooses_kernels = chooses_kernels
         self.raises_casts = raises_casts
         self.keeps_kernels = keeps_kernels
         self.following = following
@@ -107,7 +120,7 @@ class AfterAutograd(CustomGraphPass):
         """Rewrites a graph in place."""
         if self.has_wide_grads and is_backward(graph):
             widen_weight_grads(graph)
-        self.flatten_products(graph)
+        self.prepare_packing(graph)
         self.widen_products(graph)
         if self.raises_casts and raise_casts(graph):
             graph.lint()
@@ -116,19 +129,20 @@ class AfterAutograd(CustomGraphPass):
         if self.following is not None:
             self.following(graph)
 
-    def flatten_products(self, graph: fx.Graph) -> None:
-        """Flattens products. Must run before weights are packed.
+    def prepare_packing(self, graph: fx.Graph) -> None:
+        """Flattens products and opens attention. Must run before weights are packed.
 
         Where oneDNN has no kernels for bfloat16, a flattened product has other bits.
         """
         exact = (torch.bfloat16,) if has_product_kernels(torch.bfloat16) else ()
-        dtypes = (torch.bfloat16, torch.float16) if self.widens_products else exact
+        dtypes = (torch.bfloat16, torch.float16) if self.chooses_kernels else exact
         num_flattened = flatten_products(graph, dtypes, keeps_bits=self.keeps_kernels)
-        record(+Counter(flattened_products=num_flattened))
+        num_opened = open_attention(graph) if self.chooses_kernels else 0
+        record(+Counter(flattened_products=num_flattened, opened_attention=num_opened))
 
     def widen_products(self, graph: fx.Graph) -> None:
         """Computes products in float32 if this CPU has no units for their dtype."""
-        if self.widens_products:
+        if self.chooses_kernels:
             record(+Counter(wide_products=widen_products(graph)))
 
     def uuid(self) -> Any:
@@ -137,7 +151,7 @@ class AfterAutograd(CustomGraphPass):
         The key contains the dtypes for which this CPU has units, because machines share caches.
         """
         files = (__file__, *_PASSES)
-        chosen = (self.has_wide_grads, self.widens_products, self.raises_casts, self.keeps_kernels)
+        chosen = (self.has_wide_grads, self.chooses_kernels, self.raises_casts, self.keeps_kernels)
         own = (get_hash_for_files(files), units(), *chosen)
         if self.following is None:
             return own

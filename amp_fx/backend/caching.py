@@ -172,7 +172,7 @@ class Caching:
         self, gm: fx.GraphModule, inputs: Sequence[Any], weights: Mapping[int, Weight]
     ) -> list[CachedValue]:
         passes = after_autograd(self.options)
-        passes.flatten_products(gm.graph)
+        passes.prepare_packing(gm.graph)
         fakes = {i: inputs[i] for i in weights}
         constants, _, _ = pack(
             gm,
@@ -347,7 +347,7 @@ class Caching:
             started = STORE.start(tuple(tensors.values()))
             aliases = constants_for(tensors)
         passes = after_autograd(self.options)
-        passes.flatten_products(gm.graph)
+        passes.prepare_packing(gm.graph)
         with _plain_epilogues(self.options):
             packed, values = compile_packed(
                 gm,

@@ -307,10 +307,10 @@ def test_bits_do_not_depend_on_a_timing() -> None:
 
 
 def test_caches_tell_products_apart(request: pytest.FixtureRequest) -> None:
-    keys = [AfterAutograd(widens_products=is_on).uuid() for is_on in (False, True)]
+    keys = [AfterAutograd(chooses_kernels=is_on).uuid() for is_on in (False, True)]
     for units in ("_all_units", "_no_units"):
         request.getfixturevalue(units)
-        keys.append(AfterAutograd(widens_products=True).uuid())
+        keys.append(AfterAutograd(chooses_kernels=True).uuid())
     assert len({*keys}) >= 3
     assert keys[2] != keys[3]
 
