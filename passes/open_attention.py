@@ -108,8 +108,13 @@ def _open(graph: fx.Graph, node: fx.Node) -> None:
 
     if scale is None:
         scale = 1 / math.sqrt(attended.size(-1))
+    # Else inductor computes the query again for each key, and keys again for each head.
+    operands = cast("Sequence[fx.Node]", node.args[:3])
+    is_shared = VALUE.of(operands[1]).size(1) != attended.size(1)
+    for operand in operands if is_shared else operands[:1]:
+        operand.meta["inductor_realize_to_strides"] = True
     with graph.inserting_before(node):
-        query, *shared = (call(CONVERT, operand, torch.float32) for operand in node.args[:3])
+        query, *shared = (call(CONVERT, operand, torch.float32) for operand in operands)
         key, value = map(for_each_head, shared)
         sums = call(aten.sum.dim_IntList, call(aten.mul.Tensor, query, key), [-1])
         scaled = call(aten.mul.Tensor, sums, scale)
@@ -117,12 +122,11 @@ def _open(graph: fx.Graph, node: fx.Node) -> None:
         if mask is not None:
             scores = call(aten.add.Tensor, scores, call(CONVERT, mask, torch.float32))
         largest = call(aten.amax.default, scores, [-1], True)
-        if mask is not None:
-            largest = call(aten.clamp_min.default, largest, torch.finfo(torch.float32).min)
+        largest = call(aten.clamp_min.default, largest, torch.finfo(torch.float32).min)
         weights = call(aten.exp.default, call(aten.sub.Tensor, scores, largest))
         total = call(aten.sum.dim_IntList, weights, [-1], True)
-        if mask is not None:  # without visible keys, the result is zero as in ATen's kernel
-            total = call(aten.clamp_min.default, total, torch.finfo(torch.float32).tiny)
+        # If all scores are -inf, as those of masked keys, the result is zero as in ATen's kernel.
+        total = call(aten.clamp_min.default, total, torch.finfo(torch.float32).tiny)
         columns = call(aten.unsqueeze.default, weights, -1)
         weighted = call(aten.mul.Tensor, columns, call(aten.unsqueeze.default, value, -3))
         mixed = call(aten.sum.dim_IntList, weighted, [-2])

@@ -100,6 +100,18 @@ def test_a_query_without_visible_keys_returns_zeros() -> None:
     assert torch.equal(gm(*inputs), scaled_dot_product_attention(*inputs))
 
 
+def test_scores_that_overflow_below_return_zeros() -> None:
+    query, key = (
+        torch.full((1, 2, 1, 8), 1e20).bfloat16(),
+        torch.full((1, 2, 3, 8), -1e20).bfloat16(),
+    )
+    inputs = query, key, torch.ones_like(key)
+    gm = traced(*inputs)
+    open_attention(gm.graph)
+    gm.recompile()
+    assert torch.equal(gm(*inputs), scaled_dot_product_attention(*inputs))
+
+
 @pytest.mark.parametrize("length", [5, 64])
 def test_infinite_keys_and_values_are_not_lost(length: int) -> None:
     query, key, value = (torch.ones(1, 2, n, 8).bfloat16() for n in (1, length, length))
