@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -183,6 +184,25 @@ def test_decoding(numerics: str | None) -> None:
         torch.testing.assert_close(result.double(), exact, rtol=0.02, atol=0.02)
         cache = following
     assert (stats.snapshot()["opened_attention"] > before) == (numerics is None)
+
+
+@needs.CPP_COMPILER
+@torch.no_grad()
+@pytest.mark.parametrize("heads", [1, 2])
+def test_inputs_are_computed_once(heads: int) -> None:
+    """A sine of the query in the loop over the keys would be computed again for each key."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(query.sin(), key.cos(), key, enable_gqa=True)
+
+    compiled = torch.compile(attend, backend="amp_fx", options={"dtype": torch.bfloat16})
+    query, key = low(1, 2, 1, 16), low(1, heads, 40, 16)
+    with fresh_cache():
+        _, (code,) = run_and_get_code(compiled, query, key)
+    sums = [loop for loop in code.split("for(") if "tmp_acc" in loop]
+    assert "sin()" in code
+    assert not any("sin()" in loop for loop in sums)
+    assert heads == 2 or not any("cos()" in loop for loop in sums)
 
 
 @needs.CPP_COMPILER
