@@ -195,7 +195,8 @@ def test_inputs_are_computed_once(heads: int) -> None:
     def attend(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return scaled_dot_product_attention(query.sin(), key.cos(), key, enable_gqa=True)
 
-    compiled = torch.compile(attend, backend="amp_fx", options={"dtype": torch.bfloat16})
+    options: dict[str, Any] = {"dtype": torch.bfloat16}
+    compiled = torch.compile(attend, backend="amp_fx", options=options)
     query, key = low(1, 2, 1, 16), low(1, heads, 40, 16)
     with fresh_cache():
         _, (code,) = run_and_get_code(compiled, query, key)
