@@ -19,13 +19,11 @@ from amp_fx.devices.wide_products import units
 from amp_fx.dtypes import is_low
 from amp_fx.graphs import casts as casting
 from amp_fx.graphs.casts import CONVERT
-from amp_fx.passes import call_zentorch as calling
 from amp_fx.passes import flatten_products as flattening
 from amp_fx.passes import keep_eager_kernels as keeping
 from amp_fx.passes import open_attention as opening
 from amp_fx.passes import raise_casts as raising
 from amp_fx.passes import widen_products as widening
-from amp_fx.passes.call_zentorch import call_zentorch, zentorch_version
 from amp_fx.passes.flatten_products import flatten_products
 from amp_fx.passes.keep_eager_kernels import keep_eager_kernels
 from amp_fx.passes.open_attention import open_attention
@@ -51,7 +49,6 @@ XPU has these kernels too (``WITH_OUT_DTYPE``), but gradients have not been run 
 
 _MODULES = (
     batch_norms,
-    calling,
     casting,
     few_rows,
     flattening,
@@ -133,18 +130,15 @@ class AfterAutograd(CustomGraphPass):
             self.following(graph)
 
     def prepare_packing(self, graph: fx.Graph) -> None:
-        """Flattens products and chooses kernels of attention, before weights are packed.
+        """Flattens products and opens attention. Must run before weights are packed.
 
         Where oneDNN has no kernels for bfloat16, a flattened product has other bits.
         """
         exact = (torch.bfloat16,) if has_product_kernels(torch.bfloat16) else ()
         dtypes = (torch.bfloat16, torch.float16) if self.chooses_kernels else exact
         num_flattened = flatten_products(graph, dtypes, keeps_bits=self.keeps_kernels)
-        counts = Counter(flattened_products=num_flattened)
-        if self.chooses_kernels:
-            counts["opened_attention"] = open_attention(graph)
-            counts["zentorch_attention"] = call_zentorch(graph)
-        record(+counts)
+        num_opened = open_attention(graph) if self.chooses_kernels else 0
+        record(+Counter(flattened_products=num_flattened, opened_attention=num_opened))
 
     def widen_products(self, graph: fx.Graph) -> None:
         """Computes products in float32 if this CPU has no units for their dtype."""
@@ -154,12 +148,11 @@ class AfterAutograd(CustomGraphPass):
     def uuid(self) -> Any:
         """Returns a key for inductor's caches; None if the user's pass has none.
 
-        The key contains the dtypes for which this CPU has units, because machines share caches, and
-        whether zentorch is imported, because code that calls its kernel cannot run without it.
+        The key contains the dtypes for which this CPU has units, because machines share caches.
         """
         files = (__file__, *_PASSES)
         chosen = (self.has_wide_grads, self.chooses_kernels, self.raises_casts, self.keeps_kernels)
-        own = (get_hash_for_files(files), units(), zentorch_version(), *chosen)
+        own = (get_hash_for_files(files), units(), *chosen)
         if self.following is None:
             return own
         theirs = self.following.uuid() if isinstance(self.following, CustomGraphPass) else None

@@ -29,7 +29,6 @@ NATIVE, AMP_FX, UNCACHED, LIMIT = "native", "amp_fx", "amp_fx-uncached", "limit"
 NATIVE_FROZEN, LIMIT_FROZEN = "native-freezing", "limit-freezing"
 NATIVE_TUNED, TUNED = "native-autotune", "amp_fx-autotune"
 ZENTORCH, OPENVINO = "zentorch", "openvino"
-WITH_ZENTORCH = "amp_fx-zentorch"
 LEAN, UNFROZEN, CACHED = "amp_fx-lean", "amp_fx-unfrozen", "amp_fx-cached"
 SEED = 0
 LEARNING_RATE = 1e-5
@@ -75,8 +74,8 @@ class Contender:
         options: Additional options of amp_fx, or of inductor for native contenders.
         is_for_inference: True if it only takes part in inference.
         is_for_training: True if it only takes part in training.
-        package: The package that it needs besides torch, in a separate process, because importing
-            the package affects other contenders; None if there is none.
+        package: The package that runs it, in a separate process, because importing the package
+            affects other contenders; None for torch and amp_fx.
     """
 
     name: str
@@ -140,12 +139,6 @@ CONTENDERS = (
         ZENTORCH,
         "AMD's backend of torch.compile, under torch.autocast, if installed",
         is_frozen=True,
-        is_for_inference=True,
-        package="zentorch",
-    ),
-    _ours(
-        WITH_ZENTORCH,
-        "amp_fx in a process that imported zentorch, if installed",
         is_for_inference=True,
         package="zentorch",
     ),
@@ -253,8 +246,7 @@ def compiled(
         return model
     if contender.package is not None:
         importlib.import_module(contender.package)
-    if contender.name == ZENTORCH:
-        return torch.compile(model, backend=ZENTORCH)
+        return torch.compile(model, backend=contender.package)
     if not contender.is_amp_fx:
         parsed = Options.parse(dict(contender.options))
         inductor_options = {**numerics_config(parsed), **dict(parsed.inductor)} or None

@@ -23,7 +23,6 @@ from amp_fx.bench.contenders import (
     NATIVE_TUNED,
     OPENVINO,
     TUNED,
-    WITH_ZENTORCH,
     ZENTORCH,
     Workload,
     contenders_of,
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from amp_fx.bench.compare import Comparison, Figure, Watch
     from amp_fx.bench.settings import Settings
 
-NAMES = (NATIVE, NATIVE_FROZEN, NATIVE_TUNED, AMP_FX, TUNED, WITH_ZENTORCH, ZENTORCH, OPENVINO)
+NAMES = (NATIVE, NATIVE_FROZEN, NATIVE_TUNED, AMP_FX, TUNED, ZENTORCH, OPENVINO)
 
 
 def run(settings: Settings, watch: Watch) -> Iterator[Comparison | Figure]:
