@@ -24,9 +24,9 @@ by a matrix for each head, at a fraction of that speed, and rounds the weights o
 low dtype. Generated code keeps them in float32, and reads keys that several heads share where they
 lie (``docs/benchmarks.md``).
 
-Left alone: several queries, for which ATen's kernel is faster; float32, whose numbers would change;
-causal attention, in which one query sees the first key only; dropout; graphs with gradients, which
-read the logarithms of the sums.
+Left alone: several queries and small heads, for which ATen's kernel is faster; float32, whose
+numbers would change; causal attention, in which one query sees the first key only; dropout; graphs
+with gradients, which read the logarithms of the sums.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+MIN_DEPTH = 8
+"""Heads of fewer elements do not fill a vector, and take longer in generated code."""
 
 
 def open_attention(graph: fx.Graph) -> int:
@@ -75,6 +77,8 @@ def _is_opened(node: fx.Node) -> bool:
     has_dropout_or_is_causal = any(node.args[3:])
     is_known = all(isinstance(size, int) for size in (query.size(1), query.size(3), key.size(1)))
     if has_dropout_or_is_causal or not is_low(query.dtype) or not is_known:
+        return False
+    if query.size(3) < MIN_DEPTH:
         return False
     is_one = statically_known_true(query.size(2) == 1)
     has_keys = statically_known_true(key.size(2) > 0)
