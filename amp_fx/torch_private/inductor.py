@@ -77,6 +77,7 @@ __all__ = (
     "register_lowering",
     "replace_node_with_constant",
     "select_decomp_table",
+    "store_result",
     "tuned_bmm",
     "view_to_reshape",
 )
@@ -105,6 +106,14 @@ def fall_back_where(mark: str, op: Any) -> None:
         make: Any = make_fallback
         make(op, warn=False, override_decomp=True)
     add_layout_constraint(op, constrain)
+
+
+def store_result(node: torch.fx.Node) -> None:
+    """Makes inductor write a node's result to memory instead of computing it in each reader.
+
+    Relies on ``inductor_realize_to_strides`` in ``node.meta``.
+    """
+    node.meta["inductor_realize_to_strides"] = True
 
 
 def packing_for_onednn() -> AbstractContextManager[None]:

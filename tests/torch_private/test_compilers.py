@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import fx
 from torch._inductor.fx_passes import mkldnn_fusion
+from torch._inductor.utils import run_and_get_code
 from torch._inductor.virtualized import V
 from torch.overrides import BaseTorchFunctionMode
 
@@ -25,6 +26,7 @@ from amp_fx.torch_private import (
     inductor_passes,
     tracing,
 )
+from tests import needs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -362,6 +364,23 @@ def test_decompositions_and_lowerings_are_tables_by_op() -> None:
         assert callable(getattr(inductor, name))
     assert callable(inductor.tuned_bmm)
     assert hasattr(inductor.ops, "to_dtype")
+
+
+@needs.CPP_COMPILER
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_a_marked_result_is_written_to_memory(is_marked: bool) -> None:
+    """Unmarked, the sine is computed in the loop that adds it up."""
+
+    def mark(graph: fx.Graph) -> None:
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default):
+            if is_marked:
+                inductor.store_result(node)
+
+    torch.compiler.reset()
+    program = torch.compile(lambda x: x.sin().sum(-1))
+    with inductor.fresh_cache(), inductor_config.config.patch(post_grad_custom_pre_pass=mark):
+        _, (code,) = run_and_get_code(program, torch.ones(3, 40))
+    assert code.count(" = empty_strided_cpu((") == 1 + is_marked
 
 
 def test_the_scheduler_forgets_renamed_buffers_in_this_method() -> None:
