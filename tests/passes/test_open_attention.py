@@ -31,6 +31,14 @@ def traced(*tensors: Any, **kwargs: Any) -> fx.GraphModule:
         return make_fx(attend, tracing_mode="fake")(*tensors)
 
 
+def opened(*tensors: Any, **kwargs: Any) -> fx.GraphModule:
+    """Traces attention and opens its kernel."""
+    gm = traced(*tensors, **kwargs)
+    assert open_attention(gm.graph) == 1
+    gm.recompile()
+    return gm
+
+
 def num_kernels(gm: fx.GraphModule) -> int:
     return len(gm.graph.find_nodes(op="call_function", target=ATTENTION))
 
@@ -74,10 +82,7 @@ def test_result_is_the_rounded_exact_result(
         "row": torch.randn(1, length, generator=generator).to(dtype),
     }
     inputs = [query, key, value, *([masks[kind]] if kind in masks else [])]
-    gm = traced(*inputs, scale=scale, enable_gqa=True)
-
-    assert open_attention(gm.graph) == 1
-    gm.recompile()
+    gm = opened(*inputs, scale=scale, enable_gqa=True)
     result = gm(*inputs)
 
     wide = [x.double() if x.is_floating_point() else x for x in inputs]
@@ -95,10 +100,7 @@ def test_a_query_without_visible_keys_returns_zeros() -> None:
     query, key = torch.ones(1, 2, 1, 8).bfloat16(), torch.ones(1, 2, 3, 8).bfloat16()
     is_visible = torch.tensor([False, True])[None, :, None, None].expand(1, 2, 1, 3)
     inputs = query, key, key, is_visible
-    gm = traced(*inputs)
-    open_attention(gm.graph)
-    gm.recompile()
-    assert torch.equal(gm(*inputs), scaled_dot_product_attention(*inputs))
+    assert torch.equal(opened(*inputs)(*inputs), scaled_dot_product_attention(*inputs))
 
 
 def test_scores_that_overflow_below_return_zeros() -> None:
@@ -107,20 +109,14 @@ def test_scores_that_overflow_below_return_zeros() -> None:
         torch.full((1, 2, 3, 8), -1e20).bfloat16(),
     )
     inputs = query, key, torch.ones_like(key)
-    gm = traced(*inputs)
-    open_attention(gm.graph)
-    gm.recompile()
-    assert torch.equal(gm(*inputs), scaled_dot_product_attention(*inputs))
+    assert torch.equal(opened(*inputs)(*inputs), scaled_dot_product_attention(*inputs))
 
 
 @pytest.mark.parametrize("length", [5, 64])
 def test_infinite_keys_and_values_are_not_lost(length: int) -> None:
     query, key, value = (torch.ones(1, 2, n, 8).bfloat16() for n in (1, length, length))
     key[0, 0, 3], value[0, 1, 2] = torch.nan, torch.inf
-    gm = traced(query, key, value)
-    open_attention(gm.graph)
-    gm.recompile()
-    result = gm(query, key, value)
+    result = opened(query, key, value)(query, key, value)
     assert result[0, 0].isnan().all()
     assert result[0, 1].isposinf().all()
 
