@@ -18,11 +18,11 @@ are flattened only in generated code that may have other bits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from amp_fx.graphs.casts import evaluate
+from amp_fx.graphs.casts import add_call
 from amp_fx.graphs.metadata import VALUE
 
 if TYPE_CHECKING:
@@ -73,10 +73,10 @@ def _flatten(
     if keeps_bits and VALUE.of(left).stride(2) != 1:
         return False
     with graph.inserting_before(product):
-        flat = _call(graph, aten.reshape.default, left, [-1, VALUE.of(left).size(2)])
-        matrix = _call(graph, aten.select.int, right, 0, 0)
-        rows = _call(graph, aten.mm.default, flat, matrix)
-        replaced = _call(graph, aten.reshape.default, rows, sizes)
+        flat = add_call(graph, aten.reshape.default, left, [-1, VALUE.of(left).size(2)])
+        matrix = add_call(graph, aten.select.int, right, 0, 0)
+        rows = add_call(graph, aten.mm.default, flat, matrix)
+        replaced = add_call(graph, aten.reshape.default, rows, sizes)
     replaced.meta = {**product.meta, **replaced.meta}
     product.replace_all_uses_with(replaced)
     return True
@@ -94,9 +94,3 @@ def _sizes(product: torch.Tensor) -> list[int] | None:
     """Returns the shape with -1 for a symbolic size, or None if several sizes are symbolic."""
     sizes = [-1 if isinstance(size, torch.SymInt) else size for size in product.shape]
     return sizes if sizes.count(-1) <= 1 else None
-
-
-def _call(graph: fx.Graph, op: Any, *args: Any) -> fx.Node:
-    node = graph.call_function(op, args)
-    evaluate(node)
-    return node

@@ -3,7 +3,7 @@
 Before:
     %attended = aten._scaled_dot_product_flash_attention_for_cpu(%query, %key, %value)
     %y        = operator.getitem(%attended, 0)
-After, with casts of the inputs to float32:
+After, with casts of the inputs to float32, and with limits for scores that are all -inf:
     %products = aten.mul(%query, %key)
     %sums     = aten.sum(%products, [-1])
     %scaled   = aten.mul(%sums, 0.125)
@@ -21,8 +21,8 @@ After, with casts of the inputs to float32:
 
 Such attention takes the time that reading keys and values takes. ATen's kernel multiplies one row
 by a matrix for each head, at a fraction of that speed, and rounds the weights of the values to the
-low dtype. Generated code keeps them in float32, and reads keys that several heads share where they
-lie (``docs/benchmarks.md``).
+low dtype. Generated code computes them in float32, and does not copy keys that several heads share
+(``docs/benchmarks.md``).
 
 Left alone: several queries and small heads, for which ATen's kernel is faster; float32, whose
 numbers would change; causal attention, in which one query sees the first key only; dropout; graphs
@@ -31,13 +31,14 @@ with gradients, which read the logarithms of the sums.
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
 from amp_fx.dtypes import is_low
-from amp_fx.graphs.casts import CONVERT, evaluate
+from amp_fx.graphs.casts import CONVERT, add_call
 from amp_fx.graphs.metadata import VALUE
 
 if TYPE_CHECKING:
@@ -75,10 +76,10 @@ def _is_opened(node: fx.Node) -> bool:
 
     query, key = map(VALUE.of, cast("Sequence[fx.Node]", node.args[:2]))
     has_dropout_or_is_causal = any(node.args[3:])
-    is_known = all(isinstance(size, int) for size in (query.size(1), query.size(3), key.size(1)))
-    if has_dropout_or_is_causal or not is_low(query.dtype) or not is_known:
+    if has_dropout_or_is_causal or not is_low(query.dtype):
         return False
-    if query.size(3) < MIN_DEPTH:
+    is_known = all(isinstance(size, int) for size in (query.size(1), query.size(3), key.size(1)))
+    if not is_known or query.size(3) < MIN_DEPTH:
         return False
     is_one = statically_known_true(query.size(2) == 1)
     has_keys = statically_known_true(key.size(2) > 0)
@@ -92,13 +93,11 @@ def _open(graph: fx.Graph, node: fx.Node) -> None:
     Queries have the shape ``[batch, heads, 1, depth]``, keys and values ``[batch, heads / group,
     keys, depth]``: a group of heads shares one head of keys.
     """
+    from amp_fx.torch_private.inductor import store_result
+
     attended: torch.Tensor = VALUE.of(node)[0]
     mask, scale = node.kwargs.get("attn_mask"), node.kwargs.get("scale")
-
-    def call(op: Any, *args: Any) -> fx.Node:
-        new = graph.call_function(op, args)
-        evaluate(new)
-        return new
+    call = functools.partial(add_call, graph)
 
     def for_each_head(shared: fx.Node) -> fx.Node:
         batch, num_shared, _, depth = VALUE.of(shared).shape
@@ -112,11 +111,11 @@ def _open(graph: fx.Graph, node: fx.Node) -> None:
 
     if scale is None:
         scale = 1 / math.sqrt(attended.size(-1))
-    # Else inductor computes the query again for each key, and keys again for each head.
     operands = cast("Sequence[fx.Node]", node.args[:3])
     is_shared = VALUE.of(operands[1]).size(1) != attended.size(1)
     for operand in operands if is_shared else operands[:1]:
-        operand.meta["inductor_realize_to_strides"] = True
+        # Inductor would compute the query again for each key, and shared keys for each head.
+        store_result(operand)
     with graph.inserting_before(node):
         query, *shared = (call(CONVERT, operand, torch.float32) for operand in operands)
         key, value = map(for_each_head, shared)

@@ -187,3 +187,10 @@ def evaluate(node: fx.Node) -> None:
     VALUE.put(node, value)
     if isinstance(value, torch.Tensor) and "tensor_meta" in node.meta:
         node.meta["tensor_meta"] = fx.passes.shape_prop._extract_tensor_metadata(value)
+
+
+def add_call(graph: fx.Graph, op: Any, *args: Any) -> fx.Node:
+    """Adds a call and its value to a graph of AOTAutograd, at the graph's insertion point."""
+    node = graph.call_function(op, args)
+    evaluate(node)
+    return node

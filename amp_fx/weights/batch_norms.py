@@ -27,12 +27,13 @@ without oneDNN, whose kernels take no float32 bias.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx
 
-from amp_fx.graphs.casts import CONVERT, evaluate
+from amp_fx.graphs.casts import CONVERT, add_call
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.torch_private.inductor import allow_float32_biases
 from amp_fx.weights.split import is_preparable
@@ -112,8 +113,7 @@ def round_biases(graph: fx.Graph) -> None:
             if value.dtype == dtype:
                 continue
             with graph.inserting_before(convolution):
-                rounded = graph.call_function(CONVERT, (bias, dtype))
-            evaluate(rounded)
+                rounded = add_call(graph, CONVERT, bias, dtype)
             convolution.update_arg(2, rounded)
 
 
@@ -174,10 +174,7 @@ def _is_by_channel(constant: Any, value: torch.Tensor) -> bool:
 def _fold(affine: Affine) -> None:
     convolution, graph = affine.convolution, affine.result.graph
 
-    def call(target: Any, *args: Any) -> fx.Node:
-        node = graph.call_function(target, args)
-        evaluate(node)
-        return node
+    call = functools.partial(add_call, graph)
 
     def exact(node: fx.Node) -> fx.Node:
         """Returns a float32 constant that was not rounded."""
