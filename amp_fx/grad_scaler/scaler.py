@@ -18,7 +18,14 @@ from amp_fx.errors import (
 )
 from amp_fx.grad_scaler import arguments, old_pickles
 from amp_fx.grad_scaler.compiled_step import PlainStep
-from amp_fx.grad_scaler.gradients import clip_, grouped_grads, moved, params_of, unscale_
+from amp_fx.grad_scaler.gradients import (
+    clip_,
+    grouped_grads,
+    moved,
+    params_of,
+    params_without_momentum,
+    unscale_,
+)
 from amp_fx.grad_scaler.reports import ParameterNames, StepReport, count_overflows, listing
 from amp_fx.grad_scaler.scale_bound import ScaleBound
 from amp_fx.grad_scaler.scale_update import ScaleState, updated
@@ -212,7 +219,9 @@ class GradScaler(torch.amp.GradScaler):
         """Steps the optimizer unless its gradients overflowed; unscales them first if necessary.
 
         Fused optimizers unscale and skip in their kernels. For other optimizers, the host waits for
-        the check; `compile_step` avoids that.
+        the check; `compile_step` avoids that. The host also waits for the first step of fused SGD
+        with momentum: torch allocates the momentum buffers without initializing them, and a
+        skipped step does not write them, so they are dropped.
 
         Args:
             optimizer: The optimizer to step, once per update.
@@ -231,8 +240,12 @@ class GradScaler(torch.amp.GradScaler):
             raise ScalerStateError(
                 "Closure use is not currently supported if GradScaler is enabled."
             )
+        new_params = params_without_momentum(optimizer)
         result = super().step(optimizer, *args, **kwargs)
         self.last_step = self._per_optimizer_states[id(optimizer)].get("report") or StepReport()
+        if new_params and self.last_step.skipped:
+            for param in new_params:
+                optimizer.state[param].pop("momentum_buffer", None)
         return result
 
     def compile_step(

@@ -142,6 +142,40 @@ def test_each_optimizer(optimizer: str, unscale_first: bool) -> None:
             assert_same(ours.numbers(), theirs.numbers())
 
 
+@hypothesis.settings(deadline=None, max_examples=30)
+@hypothesis.given(
+    momentum=st.sampled_from([0.0, 0.9]),
+    dampening=st.sampled_from([0.0, 0.5]),
+    with_late_group=st.booleans(),
+    overflows=st.lists(st.sampled_from(["finite", "inf", "nan"]), min_size=1, max_size=6),
+)
+def test_fused_sgd_is_plain_sgd(
+    momentum: float, dampening: float, with_late_group: bool, overflows: list[str]
+) -> None:
+    """torch does not initialize momentum buffers, nor does it write them in skipped steps."""
+    results = []
+    torch.use_deterministic_algorithms(True)  # fills what is not initialized with NaN
+    try:
+        for fused in (False, True):
+            params, late = make_params(*SHAPES), make_params(*SHAPES)
+            settings: dict[str, Any] = {"momentum": momentum, "dampening": dampening}
+            optimizer = torch.optim.SGD(params, lr=0.1, fused=fused, **settings)
+            scaler = amp_fx.GradScaler("cpu")
+            for number, bad in enumerate([*overflows, "finite", "finite"]):
+                if number == 1 and with_late_group:
+                    optimizer.add_param_group({"params": late})
+                    params = [*params, *late]
+                set_scaled_grads(scaler, params, BAD[bad], number)
+                scaler.step(optimizer)
+                scaler.update()
+            for param in params:
+                param.grad = None
+            results.append(snapshot(scaler, params, optimizer))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(results[1], results[0])
+
+
 def test_signature_and_defaults_are_torchs() -> None:
     theirs = inspect.signature(torch.amp.GradScaler).parameters
     ours = list(inspect.signature(amp_fx.GradScaler).parameters.items())
