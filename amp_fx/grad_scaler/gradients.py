@@ -46,8 +46,7 @@ def params_without_momentum(optimizer: Any) -> list[Tensor]:
         for group in optimizer.param_groups
         if group["fused"] and group["momentum"]
         for param in group["params"]
-        if param.grad is not None
-        and optimizer.state.get(param, {}).get("momentum_buffer") is None
+        if param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None
     ]
 
 

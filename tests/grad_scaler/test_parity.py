@@ -152,7 +152,7 @@ def test_each_optimizer(optimizer: str, unscale_first: bool) -> None:
 def test_fused_sgd_is_plain_sgd(
     momentum: float, dampening: float, with_late_group: bool, overflows: list[str]
 ) -> None:
-    """torch does not initialize momentum buffers, nor does it write them in skipped steps."""
+    """Torch does not initialize momentum buffers, nor does it write them in skipped steps."""
     results = []
     torch.use_deterministic_algorithms(True)  # fills what is not initialized with NaN
     try:
