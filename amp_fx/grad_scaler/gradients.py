@@ -44,7 +44,7 @@ def params_without_momentum(optimizer: Any) -> list[Tensor]:
     return [
         param
         for group in optimizer.param_groups
-        if group["fused"] and group["momentum"]
+        if group.get("fused") and group.get("momentum")
         for param in group["params"]
         if param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None
     ]

@@ -47,6 +47,9 @@ _INSTEAD = {
 }
 """Removed arguments and methods, and their replacements."""
 
+_FUSED_ARGUMENTS = ("grad_scale", "found_inf")
+"""The attributes of a fused optimizer by which torch passes its step the scale and the check."""
+
 _STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
@@ -241,11 +244,21 @@ class GradScaler(torch.amp.GradScaler):
                 "Closure use is not currently supported if GradScaler is enabled."
             )
         new_params = params_without_momentum(optimizer)
-        result = super().step(optimizer, *args, **kwargs)
-        self.last_step = self._per_optimizer_states[id(optimizer)].get("report") or StepReport()
-        if new_params and self.last_step.skipped:
-            for param in new_params:
-                optimizer.state[param].pop("momentum_buffer", None)
+        given = {name: vars(optimizer).get(name) for name in _FUSED_ARGUMENTS}
+        try:
+            result = super().step(optimizer, *args, **kwargs)
+        except BaseException:
+            for name, value in given.items():  # torch deletes them after a step that succeeds
+                vars(optimizer).pop(name, None)
+                if value is not None:
+                    setattr(optimizer, name, value)
+            raise
+        finally:
+            report = self._per_optimizer_states[id(optimizer)].get("report") or StepReport()
+            if new_params and report.skipped:
+                for param in new_params:
+                    optimizer.state[param].pop("momentum_buffer", None)
+        self.last_step = report
         return result
 
     def compile_step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import math
@@ -174,6 +175,68 @@ def test_fused_sgd_is_plain_sgd(
     finally:
         torch.use_deterministic_algorithms(False)
     torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
+@pytest.mark.parametrize("overflow", ["finite", "inf"])
+@pytest.mark.parametrize("unscale_first", [False, True])
+def test_a_fused_step_that_raises_leaves_nothing_behind(
+    register: str, overflow: str, unscale_first: bool
+) -> None:
+    """A hook of the first step raises; the steps after it are those of plain SGD."""
+    results = []
+    torch.use_deterministic_algorithms(True)  # fills what is not initialized with NaN
+    try:
+        for fused in (False, True):
+            first, second = make_params(*SHAPES), make_params(*SHAPES)
+            groups = [{"params": first}, {"params": second}]
+            optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=fused)
+            scaler = amp_fx.GradScaler("cpu", init_scale=8.0)
+            # Plain SGD calls no hook if the step is skipped.
+            raises = fused or overflow == "finite"
+            hook = getattr(optimizer, register)(lambda *_: 1 / 0)
+            for number, bad in enumerate([overflow, "finite", "finite"]):
+                set_scaled_grads(scaler, first, BAD[bad], number)
+                set_scaled_grads(scaler, second, None, number)
+                if unscale_first and number == 0:
+                    scaler.unscale_(optimizer)
+                with pytest.raises(ZeroDivisionError) if raises else contextlib.nullcontext():
+                    scaler.step(optimizer)
+                scaler.update()
+                hook.remove()
+                raises = False
+            results.append([param.detach() for param in (*first, *second)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_a_raising_step_keeps_a_scale_that_the_user_gave() -> None:
+    [param] = make_params((2,))
+    optimizer = OPTIMIZERS["adamw-fused"]([param])
+    scaler = amp_fx.GradScaler("cpu")
+    optimizer.grad_scale = given = torch.tensor(2.0)  # type: ignore[attr-defined]
+    set_scaled_grads(scaler, [param], None)
+    with optimizer.register_step_pre_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
+        scaler.step(optimizer)
+    assert optimizer.grad_scale is given  # type: ignore[attr-defined]
+    assert not hasattr(optimizer, "found_inf")
+
+
+def test_a_subclass_of_sgd_has_defaults_of_its_own() -> None:
+    class Own(torch.optim.SGD):
+        def __init__(self, params: Any) -> None:
+            torch.optim.Optimizer.__init__(self, params, {"lr": 0.5})
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for param in self.param_groups[0]["params"]:
+                param.data -= 0.5 * param.grad
+
+    param = torch.nn.Parameter(torch.ones(2))
+    scaler, optimizer = amp_fx.GradScaler("cpu"), Own([param])
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    assert param.tolist() == [0.5, 0.5]
 
 
 def test_signature_and_defaults_are_torchs() -> None:
