@@ -109,7 +109,8 @@ FOR_EACH_CPU void combine(float* sums, const float* bias, float alpha, float bet
   }
 }
 
-// alpha * (left @ right) + beta * bias, for two matrices or two batches of matrices.
+// alpha * (left @ right) + beta * bias, for two matrices or two batches of matrices. Does not read
+// the bias if beta is 0, so that it may be NaN, as in torch.
 at::Tensor product(const at::Tensor& first, const at::Tensor& second, const std::optional<at::Tensor>& bias,
                    double beta, double alpha) {
   const at::Tensor left = first.dim() == 2 ? first.unsqueeze(0) : first;
@@ -118,10 +119,11 @@ at::Tensor product(const at::Tensor& first, const at::Tensor& second, const std:
   const at::Tensor out = at::empty({batch, rows, columns}, left.options());
   const at::Tensor added = bias.has_value() ? bias->expand({batch, rows, columns}) : out;
   const Matrix a = matrix(left), b = matrix(right), c = matrix(added);
+  const bool adds = bias.has_value() && beta != 0;
   const int64_t num_panels = (columns + kColumns - 1) / kColumns, num_chunks = (rows + kChunk - 1) / kChunk;
   at::parallel_for(0, batch * num_panels * num_chunks, 1, [&](int64_t begin, int64_t end) {
     std::vector<float> panel, chunk;
-    float tile[kRows * kColumns], line[kColumns];
+    float tile[kRows * kColumns], line[kColumns] = {};
     for (int64_t task = begin; task < end; ++task) {
       const int64_t n = task / (num_panels * num_chunks);
       const int64_t j = task / num_chunks % num_panels * kColumns, i = task % num_chunks * kChunk;
@@ -135,8 +137,10 @@ at::Tensor product(const at::Tensor& first, const at::Tensor& second, const std:
         if (r % kRows == 0) {
           multiply(chunk.data() + r * depth, panel.data(), depth, tile);
         }
-        if (bias.has_value()) {
+        if (adds) {
           load(line, c, n * added.stride(0) + (i + r) * c.row + j * c.column, 1, width, kColumns);
+        }
+        if (adds || alpha != 1) {
           combine(sums, line, static_cast<float>(alpha), static_cast<float>(beta));
         }
         store(sums, out, (n * rows + i + r) * columns + j, width);

@@ -57,6 +57,18 @@ def test_a_product_is_that_of_each_row_and_ignores_masked_terms(
         torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_bias_times_zero_is_not_read(dtype: torch.dtype, alpha: float) -> None:
+    left, right = torch.randn(5, 7).to(dtype), torch.randn(7, 40).to(dtype)
+    bias = torch.full((5, 40), math.nan, dtype=dtype)
+    result = ops.ordered_product(left, right, bias, 0.0, alpha)
+    expected = torch.addmm(bias.double(), left.double(), right.double(), beta=0, alpha=alpha)
+    tolerance = 1e-5 if dtype is torch.float32 else torch.finfo(dtype).eps
+    torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=1e-5)
+    assert torch.equal(result, ops.ordered_product(left, right, None, 1.0, alpha))
+
+
 @pytest.mark.parametrize("is_log", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_softmax_ignores_masked_elements_wherever_they_are(
