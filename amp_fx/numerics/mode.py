@@ -456,6 +456,8 @@ class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
         if not all(map(is_tracked, tensors)):
             return self.run_other(op, args, kwargs)
         facts = facts_of(op)
+        if kwargs.get("beta") == 0:  # sums with products do not read their first argument then
+            tensors = [tensor for tensor in tensors if tensor is not args[0]]
         if facts.is_view:
             results = op(*args, **kwargs)
             if _all_share(results, tensors):

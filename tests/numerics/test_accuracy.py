@@ -130,6 +130,16 @@ def test_the_numbers_of_a_product_by_hand(rng: torch.Generator) -> None:
     assert {n.op for n in report.nodes} == {"matmul"}
 
 
+@pytest.mark.parametrize("value", [0.0, 1e30, math.nan])
+def test_what_a_sum_with_a_product_ignores_has_no_error(value: float) -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        rows = x @ x
+        return torch.addmm(torch.full((4, 4), value), rows, rows, beta=0)
+
+    report = amp_fx.accuracy(program)(torch.eye(4) + 0.25)
+    assert report.suspects == (), [str(s) for s in report.suspects]
+
+
 def test_the_effect_of_an_op_by_hand(rng: torch.Generator) -> None:
     """The loss is the square of the sum: its gradient by the low product is twice that sum."""
     w, x = (torch.randn(16, 16, generator=rng, requires_grad=True) for _ in range(2))
