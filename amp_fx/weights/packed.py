@@ -472,7 +472,8 @@ def _code_of(
         if attribute in constants.copies:
             names[name] = constants.copies[attribute], gm.get_buffer(attribute)
     attributes = [*vars(gm).values(), *gm._buffers.values(), *gm._parameters.values()]
-    for name, constant in compiled.constants.items():
+    # The code of a graph without calls is a plain function.
+    for name, constant in getattr(compiled, "constants", {}).items():
         if not any(constant is attribute for attribute in attributes):
             node = of_templates.node_of(constant)
             if node is None:

@@ -366,7 +366,7 @@ def _evict_code(entries: Iterable[CacheEntry]) -> None:
 
 def _can_refill(entry: CacheEntry, weights: Weights) -> bool:
     """Returns True if a rebound weight's cast fits into the memory of the old cast."""
-    if not entry.is_cast:
+    if not entry.is_cast or entry.value is None:
         return False
     value, layout = entry.value, entry.spec.cast_layout(weights[0])
     old = value.dtype, value.stride(), value.size(), value.device

@@ -358,6 +358,31 @@ def test_out_of_memory_in_a_refresh(
         assert_same(other_graph(inputs()), autocast(twin.a, inputs()))
 
 
+@torch.no_grad()
+def test_weights_that_move_after_a_refresh_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first copy was allocated, but not written, when the second allocation failed."""
+    net, twin = make_net(), make_net()
+    compiled = compile_amp_fx(net)
+    EVAL.check(compiled, net, twin)
+    weight_cache.clear()
+    original, calls = torch.empty_strided, []
+
+    def failing(*args: Any, **options: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("the device is full")
+        return original(*args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty_strided", failing)
+        with pytest.raises(torch.OutOfMemoryError):
+            compiled(inputs())
+    for model in (net, twin):
+        for param in model.parameters():
+            param.data = param.data.clone().mul_(1.5)
+    EVAL.check(compiled, net, twin)
+
+
 class Deep(nn.Module):
     """Many weights, so that a collection falls between the making of two copies."""
 

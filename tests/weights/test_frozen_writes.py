@@ -426,6 +426,21 @@ def test_a_refresh_that_fails_leaves_nothing_stale(monkeypatch: pytest.MonkeyPat
     FROZEN.check(compiled, net, twin)
 
 
+@pytest.mark.parametrize("numerics", ["default", "invariant"])
+@torch.no_grad()
+def test_a_graph_without_results_is_compiled(numerics: str) -> None:
+    net = make_net()
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        net.a(x)
+        torch._dynamo.graph_break()
+        return x + 1
+
+    x = inputs()
+    options = {"fallback": False, "numerics": numerics}
+    assert torch.equal(torch.compile(program, backend="amp_fx", options=options)(x), x + 1)
+
+
 def test_batches_of_any_size() -> None:
     net = make_net()
     twin = twin_of(net)
