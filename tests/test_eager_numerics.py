@@ -452,19 +452,28 @@ def test_complex_numbers_and_sequences_have_the_bits_of_eager_code() -> None:
         assert all(map(torch.equal, compiled(program)(x), program(x)))
 
 
-def test_ops_that_torch_decomposes_early_have_the_bits_of_eager_code() -> None:
+@pytest.mark.parametrize("align_corners", [False, True])
+@pytest.mark.parametrize("compiler", ["inductor", "aot_eager"])
+def test_ops_that_torch_decomposes_early_have_the_bits_of_eager_code(
+    compiler: str, align_corners: bool
+) -> None:
     def program(x: torch.Tensor) -> list[torch.Tensor]:
         modes = {"linear": x[0], "bilinear": x, "bicubic": x, "trilinear": x[None]}
-        resized = [functional.interpolate(y, scale_factor=1.7, mode=m) for m, y in modes.items()]
-        return [*resized, functional.softshrink(x)]
+        kwargs: dict[str, Any] = {"scale_factor": 1.7, "align_corners": align_corners}
+        resized = [functional.interpolate(y, mode=mode, **kwargs) for mode, y in modes.items()]
+        return [*resized, functional.softshrink(x), functional.dropout(x @ x, 0.3)]
 
     def gradients(function: Callable[..., Any]) -> list[torch.Tensor]:
-        outs = function(x)
+        torch.manual_seed(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            outs = function(x)
         return [*outs, *(torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for y in outs)]
 
     torch.manual_seed(0)
     x = torch.randn(2, 3, 4, 4, requires_grad=True)
-    assert all(map(torch.equal, gradients(compiled(program)), gradients(program)))
+    options = {"numerics": "eager", "compiler": compiler}
+    function = torch.compile(program, backend="amp_fx", options=options)
+    assert all(map(torch.equal, gradients(function), gradients(program)))
 
 
 def test_low_tensors_with_wider_numbers_have_the_bits_of_eager_code() -> None:
