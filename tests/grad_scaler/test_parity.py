@@ -7,7 +7,7 @@ import copy
 import inspect
 import math
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import hypothesis
 import hypothesis.strategies as st
@@ -177,6 +177,10 @@ def test_fused_sgd_is_plain_sgd(
     torch.testing.assert_close(results[1], results[0])
 
 
+def fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
 @pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
 @pytest.mark.parametrize("overflow", ["finite", "inf"])
 @pytest.mark.parametrize("unscale_first", [False, True])
@@ -194,7 +198,7 @@ def test_a_fused_step_that_raises_leaves_nothing_behind(
             scaler = amp_fx.GradScaler("cpu", init_scale=8.0)
             # Plain SGD calls no hook if the step is skipped.
             raises = fused or overflow == "finite"
-            hook = getattr(optimizer, register)(lambda *_: 1 / 0)
+            hook = getattr(optimizer, register)(fail)
             for number, bad in enumerate([overflow, "finite", "finite"]):
                 set_scaled_grads(scaler, first, BAD[bad], number)
                 set_scaled_grads(scaler, second, None, number)
@@ -217,7 +221,7 @@ def test_a_raising_step_keeps_a_scale_that_the_user_gave() -> None:
     scaler = amp_fx.GradScaler("cpu")
     optimizer.grad_scale = given = torch.tensor(2.0)  # type: ignore[attr-defined]
     set_scaled_grads(scaler, [param], None)
-    with optimizer.register_step_pre_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
+    with optimizer.register_step_pre_hook(fail), pytest.raises(ZeroDivisionError):
         scaler.step(optimizer)
     assert optimizer.grad_scale is given  # type: ignore[attr-defined]
     assert not hasattr(optimizer, "found_inf")
@@ -228,15 +232,16 @@ def test_a_subclass_of_sgd_has_defaults_of_its_own() -> None:
         def __init__(self, params: Any) -> None:
             torch.optim.Optimizer.__init__(self, params, {"lr": 0.5})
 
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, *_: Any) -> None:  # type: ignore[override]
             for param in self.param_groups[0]["params"]:
                 param.data -= 0.5 * param.grad
 
     param = torch.nn.Parameter(torch.ones(2))
     scaler, optimizer = amp_fx.GradScaler("cpu"), Own([param])
-    scaler.scale(param.sum()).backward()
+    set_scaled_grads(scaler, [param], None)
+    expected = param - 0.5 * cast("torch.Tensor", param.grad) / scaler.get_scale()
     scaler.step(optimizer)
-    assert param.tolist() == [0.5, 0.5]
+    assert torch.equal(param, expected)
 
 
 def test_signature_and_defaults_are_torchs() -> None:

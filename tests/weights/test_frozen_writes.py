@@ -437,7 +437,7 @@ def test_a_graph_without_results_is_compiled(numerics: str) -> None:
         return x + 1
 
     x = inputs()
-    options = {"fallback": False, "numerics": numerics}
+    options: dict[str, Any] = {"fallback": False, "numerics": numerics}
     assert torch.equal(torch.compile(program, backend="amp_fx", options=options)(x), x + 1)
 
 
