@@ -471,7 +471,7 @@ def test_ops_that_torch_decomposes_early_have_the_bits_of_eager_code(
 
     torch.manual_seed(0)
     x = torch.randn(2, 3, 4, 4, requires_grad=True)
-    options = {"numerics": "eager", "compiler": compiler}
+    options: dict[str, Any] = {"numerics": "eager", "compiler": compiler}
     function = torch.compile(program, backend="amp_fx", options=options)
     assert all(map(torch.equal, gradients(function), gradients(program)))
 
