@@ -244,14 +244,14 @@ class GradScaler(torch.amp.GradScaler):
                 "Closure use is not currently supported if GradScaler is enabled."
             )
         new_params = params_without_momentum(optimizer)
-        given = {name: vars(optimizer).get(name) for name in _FUSED_ARGUMENTS}
+        attributes = vars(optimizer)
+        given = {name: attributes[name] for name in _FUSED_ARGUMENTS if name in attributes}
         try:
             result = super().step(optimizer, *args, **kwargs)
         except BaseException:
-            for name, value in given.items():  # torch deletes them after a step that succeeds
-                vars(optimizer).pop(name, None)
-                if value is not None:
-                    setattr(optimizer, name, value)
+            for name in _FUSED_ARGUMENTS:  # torch deletes them after a step that succeeds
+                attributes.pop(name, None)
+            attributes.update(given)
             raise
         finally:
             report = self._per_optimizer_states[id(optimizer)].get("report") or StepReport()
