@@ -254,7 +254,8 @@ class GradScaler(torch.amp.GradScaler):
             attributes.update(given)
             raise
         finally:
-            report = self._per_optimizer_states[id(optimizer)].get("report") or StepReport()
+            state = self._per_optimizer_states.get(id(optimizer), {})
+            report = state.get("report") or StepReport()
             if new_params and report.skipped:
                 for param in new_params:
                     optimizer.state[param].pop("momentum_buffer", None)

@@ -95,6 +95,7 @@ def outcome(run: Run, action: str, which: int, bad: str) -> Exception | None:
 
 
 @hypothesis.settings(deadline=None, max_examples=150)
+@hypothesis.example("adamw", 8.0, 2.0, 0.5, 1, [("closure", 0, "finite"), ("pickled", 0, "finite")])
 @hypothesis.given(
     optimizer=st.sampled_from(["adamw-foreach", "adamw-fused", "sgd-momentum"]),
     init_scale=st.sampled_from([2.0**16, 2.0**3, 3.0, 1000.0]),
