@@ -126,6 +126,7 @@ def with_inductors_folding(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_network_is_more_accurate_with_folded_norms() -> None:
     """With statistics of data. Inductor's own folding is the least accurate."""
