@@ -37,19 +37,6 @@ def params_of(optimizer: Any) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def params_without_momentum(optimizer: Any) -> list[Tensor]:
-    """Lists the parameters for which fused SGD allocates a momentum buffer in its next step."""
-    if not isinstance(optimizer, torch.optim.SGD):
-        return []
-    return [
-        param
-        for group in optimizer.param_groups
-        if group.get("fused") and group.get("momentum")
-        for param in group["params"]
-        if param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None
-    ]
-
-
 def grads_of(params: Iterable[Tensor]) -> list[Tensor]:
     """Lists the gradients of all parameters with a gradient."""
     return [grad for param in params if (grad := param.grad) is not None]

@@ -18,17 +18,11 @@ from amp_fx.errors import (
 )
 from amp_fx.grad_scaler import arguments, old_pickles
 from amp_fx.grad_scaler.compiled_step import PlainStep
-from amp_fx.grad_scaler.gradients import (
-    clip_,
-    grouped_grads,
-    moved,
-    params_of,
-    params_without_momentum,
-    unscale_,
-)
+from amp_fx.grad_scaler.gradients import clip_, grouped_grads, moved, params_of, unscale_
 from amp_fx.grad_scaler.reports import ParameterNames, StepReport, count_overflows, listing
 from amp_fx.grad_scaler.scale_bound import ScaleBound
 from amp_fx.grad_scaler.scale_update import ScaleState, updated
+from amp_fx.torch_private.optimizers import restored_on_error, states_with_momentum
 from amp_fx.torch_private.pytree import tree_map
 
 if TYPE_CHECKING:
@@ -46,9 +40,6 @@ _INSTEAD = {
     "step_scheduler": "call scheduler.step() if scaler.last_step.skipped is False",
 }
 """Removed arguments and methods, and their replacements."""
-
-_FUSED_ARGUMENTS = ("grad_scale", "found_inf")
-"""The attributes of a fused optimizer by which torch passes its step the scale and the check."""
 
 _STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -243,22 +234,16 @@ class GradScaler(torch.amp.GradScaler):
             raise ScalerStateError(
                 "Closure use is not currently supported if GradScaler is enabled."
             )
-        new_params = params_without_momentum(optimizer)
-        attributes = vars(optimizer)
-        given = {name: attributes[name] for name in _FUSED_ARGUMENTS if name in attributes}
+        had_momentum = set(map(id, states_with_momentum(optimizer)))
         try:
-            result = super().step(optimizer, *args, **kwargs)
-        except BaseException:
-            for name in _FUSED_ARGUMENTS:  # torch deletes them after a step that succeeds
-                attributes.pop(name, None)
-            attributes.update(given)
-            raise
+            with restored_on_error(optimizer):
+                result = super().step(optimizer, *args, **kwargs)
         finally:
-            state = self._per_optimizer_states.get(id(optimizer), {})
-            report = state.get("report") or StepReport()
-            if new_params and report.skipped:
-                for param in new_params:
-                    optimizer.state[param].pop("momentum_buffer", None)
+            report = self._per_optimizer_states.get(id(optimizer), {}).get("report") or StepReport()
+            new = [s for s in states_with_momentum(optimizer) if id(s) not in had_momentum]
+            if new and report.skipped:
+                for state in new:
+                    del state["momentum_buffer"]
         self.last_step = report
         return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.optim.optimizer as optimizer_module
 from amp_fx.torch_private.kernels import amp_foreach_non_finite_check_and_unscale_, foreach_copy_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterator
 
     from torch import Tensor
 
@@ -28,6 +29,39 @@ def unscale_and_check_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor
         copies = [grad.float() for grad in grads]
         amp_foreach_non_finite_check_and_unscale_(copies, found_inf, inv_scale)
         foreach_copy_(grads, copies)
+
+
+_FUSED_ARGUMENTS = ("grad_scale", "found_inf")
+
+
+@contextlib.contextmanager
+def restored_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Context manager around a step with a scaler, which may raise.
+
+    Relies on ``GradScaler.step`` passing a fused step its arguments as ``grad_scale`` and
+    ``found_inf`` of the optimizer, and deleting them only if the step succeeds.
+    """
+    attributes = vars(optimizer)
+    given = {name: attributes[name] for name in _FUSED_ARGUMENTS if name in attributes}
+    try:
+        yield
+    except BaseException:
+        for name in _FUSED_ARGUMENTS:
+            attributes.pop(name, None)
+        attributes.update(given)
+        raise
+
+
+def states_with_momentum(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Lists the states of SGD's parameters that have a momentum buffer.
+
+    Relies on fused SGD storing buffers in its first step that are not initialized if the step is
+    skipped.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return []
+    states = optimizer.state.values()
+    return [state for state in states if state.get("momentum_buffer") is not None]
 
 
 def runs_only_own_code(optimizer: Any, allowed: Collection[Any] = ()) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from typing import Any
@@ -80,3 +81,39 @@ def test_schedulers_know_of_a_marked_step() -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     optimizers.mark_stepped(optimizer)
     scheduler.step()
+
+
+def overflow(scaler: torch.amp.GradScaler, param: torch.Tensor) -> None:
+    scaler.scale(torch.ones(()))
+    param.grad = torch.full_like(param, math.inf)
+
+
+def test_torch_leaves_arguments_on_a_fused_optimizer_whose_step_raises() -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([param], fused=True)
+    before = dict(vars(optimizer))
+    optimizer.register_step_pre_hook(fail)
+    for context in (contextlib.nullcontext(), optimizers.restored_on_error(optimizer)):
+        scaler = torch.amp.GradScaler("cpu")
+        overflow(scaler, param)
+        for name in optimizers._FUSED_ARGUMENTS:
+            vars(optimizer).pop(name, None)
+        with pytest.raises(ZeroDivisionError), context:
+            scaler.step(optimizer)
+        is_left = isinstance(context, contextlib.nullcontext)
+        left = set(optimizers._FUSED_ARGUMENTS) if is_left else set()
+        assert set(vars(optimizer)) - set(before) == left
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_only_a_fused_step_that_is_skipped_stores_momentum(fused: bool) -> None:
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9, fused=fused)
+    scaler = torch.amp.GradScaler("cpu")
+    overflow(scaler, param)
+    assert optimizers.states_with_momentum(optimizer) == []
+    scaler.step(optimizer)
+    assert len(optimizers.states_with_momentum(optimizer)) == fused
