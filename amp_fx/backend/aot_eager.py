@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.backend.collectives import narrowing
 from amp_fx.backend.isolated_rows import composites_isolated, isolating
+from amp_fx.backend.numerics import whole_ops
 from amp_fx.graphs.policy_mode import markers_left_on_error
-from amp_fx.passes.keep_eager_kernels import exact_decompositions, without_early_decompositions
+from amp_fx.passes.keep_eager_kernels import exact_decompositions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,18 +49,14 @@ def compile_with_aot_eager(
     if cache is not None:
         compile_inside = cache.wrap(compile_inside)
     compile_inside = isolating(narrowing(compile_inside, options), options)
-    is_exact = options.numerics == "eager"
     compiler = aot_autograd(
         fw_compiler=functools.partial(compile_inside, is_inference=False),
         bw_compiler=functools.partial(compile_inside, is_backward=True),
         inference_compiler=functools.partial(compile_inside, is_inference=True),
         partition_fn=partition,
-        decompositions=exact_decompositions({}) if is_exact else None,
+        decompositions=exact_decompositions({}) if options.has_eager_kernels else None,
         keep_inference_input_mutations=True,
     )
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(markers_left_on_error())  # tracing runs the graph
-        stack.enter_context(composites_isolated(options))
-        if is_exact:
-            stack.enter_context(without_early_decompositions())
+    # Tracing runs the graph.
+    with markers_left_on_error(), composites_isolated(options), whole_ops(options):
         return compiler(gm, list(example_inputs))

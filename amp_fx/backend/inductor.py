@@ -15,10 +15,10 @@ from amp_fx.backend.disk_caches import region_markers_cacheable, without_autogra
 from amp_fx.backend.fallback import warn_eager
 from amp_fx.backend.inductor_repair import repaired
 from amp_fx.backend.isolated_rows import composites_isolated, isolating
-from amp_fx.backend.numerics import is_strict, numerics_config
+from amp_fx.backend.numerics import is_strict, numerics_config, whole_ops
 from amp_fx.graphs.opened_kernels import open_products
 from amp_fx.graphs.policy_mode import markers_left_on_error
-from amp_fx.passes.keep_eager_kernels import exact_decompositions, without_early_decompositions
+from amp_fx.passes.keep_eager_kernels import exact_decompositions
 from amp_fx.policies.float8 import float8_product
 from amp_fx.policies.rounding import lower_rounded
 from amp_fx.progress import working
@@ -102,14 +102,13 @@ def compile_with_inductor(
         stack.enter_context(narrowing_in_keys(options))
         stack.enter_context(settled(settings))
         stack.enter_context(composites_isolated(options))
-        if options.numerics == "eager":
-            stack.enter_context(without_early_decompositions())
+        stack.enter_context(whole_ops(options))
         return compile_fx_module.compile_fx(  # type: ignore[return-value]
             gm,
             example_inputs,
             inner_compile=isolating(narrowing(compile_inside, options), options),
             config_patches=settings,
-            decompositions=_whole_ops(options),
+            decompositions=_decompositions(options),
         )
 
 
@@ -151,7 +150,7 @@ def _float8_config(gm: fx.GraphModule) -> dict[str, Any]:
     return {name: config.realize_cpu_opcount_threshold} if nodes and is_unset else {}
 
 
-def _whole_ops(options: Options) -> dict[Any, Any] | None:
+def _decompositions(options: Options) -> dict[Any, Any] | None:
     """Returns decompositions that keep ops of ATen's kernels whole; None means inductor's."""
     from amp_fx.torch_private.inductor import select_decomp_table
     from amp_fx.torch_private.inductor_config import config

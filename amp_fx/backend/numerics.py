@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.errors import UnsupportedError
+from amp_fx.passes.keep_eager_kernels import without_early_decompositions
 
 if TYPE_CHECKING:
     from amp_fx.options import Options
@@ -49,6 +51,12 @@ def is_strict(options: Options) -> bool:
     passed = dict(options.inductor)
     names = ("numerics", "emulate_precision_casts")
     return any(passed.get(n, getattr(config, n, False)) not in (False, "default") for n in names)
+
+
+def whole_ops(options: Options) -> contextlib.AbstractContextManager[None]:
+    """Context in which AOTAutograd's tracing keeps the ops whose kernels ``"eager"`` calls."""
+    is_eager = options.numerics == "eager"
+    return without_early_decompositions() if is_eager else contextlib.nullcontext()
 
 
 def check_devices(device_types: set[str], options: Options) -> None:
