@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.1),
@@ -38,6 +39,15 @@ def set_scaled_grads(scaler: Any, params: list[Tensor], bad: float | None, seed:
     if bad is not None:
         assert params[0].grad is not None
         params[0].grad.view(-1)[0] = bad
+
+
+@contextlib.contextmanager
+def nan_in_uninitialized_memory() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def snapshot(scaler: Any, params: list[Tensor], optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -15,7 +15,14 @@ import pytest
 import torch
 
 import amp_fx
-from tests.grad_scaler.loops import OPTIMIZERS, assert_same, make_params, set_scaled_grads, snapshot
+from tests.grad_scaler.loops import (
+    OPTIMIZERS,
+    assert_same,
+    make_params,
+    nan_in_uninitialized_memory,
+    set_scaled_grads,
+    snapshot,
+)
 
 BAD = {"finite": None, "inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 SHAPES = ((4, 3), (5,), ())
@@ -156,8 +163,7 @@ def test_fused_sgd_is_plain_sgd(
 ) -> None:
     """Torch does not initialize momentum buffers, nor does it write them in skipped steps."""
     results = []
-    torch.use_deterministic_algorithms(True)  # fills what is not initialized with NaN
-    try:
+    with nan_in_uninitialized_memory():
         for fused in (False, True):
             params, late = make_params(*SHAPES), make_params(*SHAPES)
             settings: dict[str, Any] = {"momentum": momentum, "dampening": dampening}
@@ -173,8 +179,6 @@ def test_fused_sgd_is_plain_sgd(
             for param in params:
                 param.grad = None
             results.append(snapshot(scaler, params, optimizer))
-    finally:
-        torch.use_deterministic_algorithms(False)
     torch.testing.assert_close(results[1], results[0])
 
 
@@ -190,8 +194,7 @@ def test_a_fused_step_that_raises_leaves_nothing_behind(
 ) -> None:
     """A hook of the first step raises; the steps after it are those of plain SGD."""
     results = []
-    torch.use_deterministic_algorithms(True)  # fills what is not initialized with NaN
-    try:
+    with nan_in_uninitialized_memory():
         for fused in (False, True):
             first, second = make_params(*SHAPES), make_params(*SHAPES)
             groups = [{"params": first}, {"params": second}]
@@ -211,8 +214,6 @@ def test_a_fused_step_that_raises_leaves_nothing_behind(
                 hook.remove()
                 raises = False
             results.append([param.detach() for param in (*first, *second)])
-    finally:
-        torch.use_deterministic_algorithms(False)
     torch.testing.assert_close(results[1], results[0])
 
 
