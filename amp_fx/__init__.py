@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.abc
-import importlib.machinery
 import random
-import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import types
-
     from amp_fx import stats as stats
     from amp_fx import weight_cache
     from amp_fx.backend.pipeline import register_pass
@@ -135,32 +130,6 @@ Dynamo, networkx or rich.
 """
 
 _SUBMODULES = ("errors", "integrations", "options", "stats", "weight_cache")
-
-_MOVED = {
-    "amp_fx.front.compiled": "amp_fx.front.settings",
-    "amp_fx.grad_scaler.agreement": "amp_fx.grad_scaler.old_pickles",
-    "amp_fx.grad_scaler.limits": "amp_fx.grad_scaler.old_pickles",
-    "amp_fx.grad_scaler.loss_scale": "amp_fx.grad_scaler.old_pickles",
-    "amp_fx.grad_scaler.processes": "amp_fx.grad_scaler.old_pickles",
-    "amp_fx.policies.cast_policy": "amp_fx.tables.cast_policy",
-    "amp_fx.policies.overrides": "amp_fx.policies.changes",
-    "amp_fx.regions.region": "amp_fx.eager.region",
-}
-"""Former modules that older pickles refer to, and the current modules of their classes."""
-
-
-class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Importer of the modules in ``_MOVED`` under their former names, for old pickles."""
-
-    def find_spec(self, name: str, *_: Any) -> Any:
-        return importlib.machinery.ModuleSpec(name, self) if name in _MOVED else None
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        moved = vars(importlib.import_module(_MOVED[module.__name__]))
-        vars(module).update({name: value for name, value in moved.items() if name[:2] != "__"})
-
-
-sys.meta_path.append(_MovedModules())
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import typing
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -98,21 +97,6 @@ NativeBuildError = UnsupportedError
 SearchError = UnsupportedError
 ShardingError = UnsupportedError
 StoreError = UnsupportedError
-
-
-_INSTEAD = {
-    "ScaleCollapseError": "compare scaler.get_scale() with min_scale",
-    "ScaleCollapseWarning": "compare scaler.get_scale() with min_scale",
-    "Float16LossWarning": "check scaler.last_step.skipped in the first steps",
-}
-"""Removed classes, and their replacements."""
-
-
-if not typing.TYPE_CHECKING:
-
-    def __getattr__(name: str) -> typing.NoReturn:
-        hint = f"; it was removed: {_INSTEAD[name]}" if name in _INSTEAD else ""
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def did_you_mean(name: object, candidates: Iterable[str]) -> str:

@@ -127,9 +127,6 @@ class Options:
         given = dict(options or {})
         if mode is not None:
             given.setdefault("mode", mode)
-        for name, instead in _REMOVED.items():
-            if name in given:
-                raise OptionError(f"the option {name!r} was removed: {instead}")
         parsed: dict[str, Any] = {}
         for name, convert in _CONVERT.items():
             if name in given:
@@ -326,13 +323,6 @@ _CONVERT = {
 
 NAMES = (*_CONVERT,)
 """Names of the options that are not inductor's."""
-
-
-_REMOVED = {
-    "products": "products run in float32 where this CPU has no units for the dtype; "
-    "numerics='eager' computes them in the dtype, with the bits of eager autocast"
-}
-"""Removed options, and what to do instead."""
 
 
 def _check_inductor_options(options: Mapping[str, Any], compiler: str) -> None:

@@ -53,11 +53,6 @@ def test_every_field_can_be_given() -> None:
         assert getattr(default, name) != value
 
 
-def test_removed_options_say_what_to_do_instead() -> None:
-    with pytest.raises(OptionError, match=r"'products' was removed: .*numerics='eager'"):
-        Options.parse({"products": "low"})
-
-
 def test_none_and_empty_are_the_defaults() -> None:
     assert Options.parse(None) == Options.parse({}) == Options()
 

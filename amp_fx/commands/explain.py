@@ -14,7 +14,7 @@ import torch
 from amp_fx.drawing.draw import check_path, draw
 from amp_fx.dtypes import as_dtype
 from amp_fx.errors import OptionError, UnsupportedError
-from amp_fx.explanation.entry import REMOVED, explain
+from amp_fx.explanation.entry import explain
 
 if TYPE_CHECKING:
     import argparse
@@ -50,7 +50,6 @@ def run(args: argparse.Namespace) -> int:
         device_type=args.device,
         backward=args.backward,
         all=args.all,
-        **{name: value for name in REMOVED if (value := getattr(args, name)) is not None},
     )
     try:
         explanation = explainer(*inputs)

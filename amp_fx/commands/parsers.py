@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from amp_fx.tables import DEVICES
+
+if TYPE_CHECKING:
+    import argparse
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -26,9 +28,6 @@ PRESETS = (
     "float8-rowwise",
     "float8-rowwise-gw-hp",
 )
-REMOVED = ("fused", "optimizer")
-"""Removed options of ``explain``."""
-
 
 _EXPLAIN = """\
 examples:
@@ -56,8 +55,6 @@ def add_explain(subparsers: Subparsers) -> None:
     parser.add_argument("--meta", action="store_true", help="create the model on the meta device")
     parser.add_argument("--backward", action="store_true", help="explain the backward as well")
     parser.add_argument("--all", action="store_true", help="include views in the table")
-    for name in REMOVED:
-        parser.add_argument(f"--{name}", nargs="?", const="", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument(
         "--html", metavar="PATH", help="write a page with the picture and the table"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -17,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from amp_fx.backend.numerics import is_strict
 from amp_fx.devices.wide_products import described
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import AmpFxError, OptionError, UnsupportedError, did_you_mean
+from amp_fx.errors import AmpFxError, OptionError, UnsupportedError
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.reading import FlopMeter, GraphReader, clean_reason, region_names
 from amp_fx.explanation.recorder import cast_record, first_lines, islands_in, read_graphs
@@ -142,13 +141,6 @@ NEEDS_NUMBERS = (
 """Errors of programs that depend on values of tensors, which fake tensors do not have."""
 
 
-REMOVED = {
-    "fused": "set TORCH_LOGS=schedule,fusion or output_code to log inductor's kernels instead",
-    "optimizer": "measure the time of an optimizer step instead",
-}
-"""Removed arguments, and their replacements."""
-
-
 @overload
 def explain(  # type: ignore[overload-overlap]  # a program can be called, to say that it cannot
     model: ExportedProgram,
@@ -182,7 +174,6 @@ def explain(
     backward: bool = False,
     options: Mapping[str, Any] | None = None,
     all: bool = False,  # noqa: A002
-    **removed: Any,
 ) -> Callable[..., Explanation] | Explanation:
     """Explains what amp_fx does to a model, without compiling or changing the model.
 
@@ -206,23 +197,17 @@ def explain(
         options: Options of the backend, such as ``{"weight_cache": False}``
             (``amp_fx.options.Options``).
         all: Whether the table includes views, which no policy affects.
-        removed: Arguments of earlier versions, which raise an error.
 
     Returns:
         A function that receives the arguments of the model and returns an ``Explanation``. For an
         exported program, which contains its arguments, the ``Explanation``.
 
     Raises:
-        OptionError: An option or argument is unknown, was removed, or has an invalid value.
+        OptionError: An option or argument is unknown, or has an invalid value.
         PolicyError: The policy is neither a ``Policy`` nor the name of a preset.
         ArgumentTypeError: The model is neither a module nor a function.
         UnsupportedError: Raised by the call if the model cannot be traced with its arguments.
     """
-    for name in removed:
-        if name in REMOVED:
-            raise OptionError(f"amp_fx.explain: the argument {name!r} was removed; {REMOVED[name]}")
-        accepted = inspect.signature(explain).parameters
-        raise OptionError(f"amp_fx.explain has no argument {name!r}{did_you_mean(name, accepted)}")
     if isinstance(model, ExportedProgram):
         if backward or device_type is not None or options is not None:
             raise OptionError(

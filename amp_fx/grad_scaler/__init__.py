@@ -6,7 +6,7 @@
 * ``gradients``: unscaling, checking and clipping of gradients.
 * ``reports``: skipped steps, and the parameters that caused them.
 * ``compiled_step``: compiled steps without a scaler; ``two_pass``: their two passes over memory.
-* ``arguments``: argument checks; ``old_pickles``: pickles of earlier versions.
+* ``arguments``: argument checks.
 """
 
 from __future__ import annotations

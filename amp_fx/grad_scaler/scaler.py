@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from amp_fx.errors import (
-    Float16GradientError,
-    ScalerStateDictError,
-    ScalerStateError,
-    ScalerTypeError,
-    did_you_mean,
-)
-from amp_fx.grad_scaler import arguments, old_pickles
+from amp_fx.errors import Float16GradientError, ScalerStateDictError, ScalerStateError
+from amp_fx.grad_scaler import arguments
 from amp_fx.grad_scaler.compiled_step import PlainStep
 from amp_fx.grad_scaler.gradients import clip_, grouped_grads, moved, params_of, unscale_
 from amp_fx.grad_scaler.reports import ParameterNames, StepReport, count_overflows, listing
@@ -30,16 +23,6 @@ if TYPE_CHECKING:
     from amp_fx.grad_scaler.two_pass import Work
 
 Outputs = TypeVar("Outputs")
-
-_INSTEAD = {
-    "history": "append scaler.last_step and scaler.get_scale() to a list after each step",
-    "history_size": "append scaler.last_step and scaler.get_scale() to a list after each step",
-    "on_collapse": "compare scaler.get_scale() with min_scale after scaler.update()",
-    "process_group": "ranks with DTensor parameters (FSDP2, tensor parallel) synchronize overflows "
-    "automatically; for others use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler",
-    "step_scheduler": "call scheduler.step() if scaler.last_step.skipped is False",
-}
-"""Removed arguments and methods, and their replacements."""
 
 _STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
@@ -92,7 +75,6 @@ class GradScaler(torch.amp.GradScaler):
 
     Raises:
         ScalerValueError: An argument has an invalid value.
-        ScalerTypeError: An argument was removed or is unknown.
     """
 
     last_step: StepReport | None = None
@@ -112,16 +94,7 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: float = 2.0**-64,
         max_scale: float | None = None,
         hysteresis: int = 1,
-        **removed: Any,
     ) -> None:
-        for name in removed:
-            arguments_of_scaler = inspect.signature(GradScaler).parameters
-            hint = (
-                f": {_INSTEAD[name]}."
-                if name in _INSTEAD
-                else did_you_mean(name, arguments_of_scaler)
-            )
-            raise ScalerTypeError(f"GradScaler has no argument {name!r}{hint}")
         super().__init__(
             torch.device(device).type,
             arguments.scale(init_scale, "init_scale"),
@@ -145,13 +118,6 @@ class GradScaler(torch.amp.GradScaler):
         self._names = ParameterNames()
         self._reports: list[StepReport] = []
         self._is_updated_by_step = False
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Raises an error that names the replacement of a removed method."""
-            hint = f": {_INSTEAD[name]}." if name in _INSTEAD else ""
-            raise AttributeError(f"GradScaler has no attribute {name!r}{hint}")
 
     def __repr__(self) -> str:
         """Returns the scale and the latest report; does not wait for the device."""
@@ -383,8 +349,8 @@ class GradScaler(torch.amp.GradScaler):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restores a scaler, including from pickles of earlier versions."""
-        super().__setstate__(old_pickles.upgrade(state))
+        """Restores settings, scale and counters."""
+        super().__setstate__(state)
         self._start()
 
     def _forget_overflows(self, scale: float) -> None:

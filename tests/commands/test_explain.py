@@ -44,12 +44,6 @@ def test_json_of_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str]) -
     assert (found["device_type"], found["dtype"], found["schema"]) == ("cuda", "bfloat16", 2)
 
 
-@pytest.mark.parametrize("arguments", [["--fused"], ["--optimizer", "adamw:fused"]])
-def test_removed_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", f"{TARGETS}:mlp", "--input-shape", "8,16", *arguments]) == 2
-    assert f"'{arguments[0][2:]}' was removed; " in capsys.readouterr().err
-
-
 def test_views_are_shown_on_demand(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["explain", f"{TARGETS}:gpt", "--input-shape", "2,16:int64"]
     assert main(arguments) == 0

@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_fx
-from amp_fx.errors import OptionError
 from tests import needs
 from tests.models.explained import CASES, mlp
 
@@ -96,17 +95,6 @@ def test_a_model_on_meta_for_a_device_that_is_not_there() -> None:
     real = amp_fx.explain(mlp(), **options)(torch.zeros(8, 16))
     assert meta.totals == real.totals
     assert meta.backward_totals == real.backward_totals
-
-
-@pytest.mark.parametrize("name", ["fused", "optimizer", "fusd"])
-def test_removed_arguments_are_errors(name: str) -> None:
-    words = {
-        "fused": "the argument 'fused' was removed; .*TORCH_LOGS",
-        "optimizer": "the argument 'optimizer' was removed; ",
-        "fusd": "has no argument 'fusd'",
-    }
-    with pytest.raises(OptionError, match=words[name]):
-        amp_fx.explain(mlp(), **{name: True})  # type: ignore[call-overload]
 
 
 NO_COMPILER_RUNS = """

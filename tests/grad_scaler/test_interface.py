@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import amp_fx
-from amp_fx import errors
 from tests.grad_scaler.loops import make_params, set_scaled_grads
 
 
@@ -134,39 +133,6 @@ def test_step_returns_what_the_optimizer_returns() -> None:
         set_scaled_grads(scaler, params, bad)
         assert scaler.step(optimizer, answer="stepped") == expected
         scaler.update()
-
-
-@pytest.mark.parametrize(
-    ("settings", "instead"),
-    [
-        ({"on_collapse": "warn"}, "compare scaler.get_scale() with min_scale"),
-        ({"history_size": 100}, "append scaler.last_step"),
-        ({"process_group": None}, "DTensor.*ShardedGradScaler"),
-        ({"min_scal": 1.0}, "no argument 'min_scal'"),
-    ],
-    ids=str,
-)
-def test_arguments_that_are_gone_say_what_to_do(settings: dict[str, Any], instead: str) -> None:
-    with pytest.raises(errors.ScalerTypeError, match=instead.replace("()", r"\(\)")):
-        amp_fx.GradScaler("cpu", **settings)
-
-
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [("history", "append scaler.last_step"), ("step_scheduler", "scheduler.step")],
-)
-def test_methods_that_are_gone_say_what_to_do(name: str, instead: str) -> None:
-    with pytest.raises(AttributeError, match=instead):
-        getattr(make_scaler(), name)
-    assert not hasattr(make_scaler(), name)
-
-
-@pytest.mark.parametrize(
-    "name", ["ScaleCollapseError", "ScaleCollapseWarning", "Float16LossWarning"]
-)
-def test_classes_that_are_gone_say_what_to_do(name: str) -> None:
-    with pytest.raises(AttributeError, match=rf"{name}.*removed.*scaler\."):
-        getattr(errors, name)
 
 
 def test_repr_has_the_scale_and_the_latest_report() -> None:
