@@ -218,6 +218,24 @@ def test_float32_layers_beside_low_ones(
     assert torch.equal(program(x), expected)
 
 
+@needs.FROZEN_GRAPHS
+@pytest.mark.parametrize("activation", [torch.relu, functional.relu6, functional.hardsigmoid])
+@torch.no_grad()
+def test_activations_of_packed_products_keep_nan(activation: Callable[..., Any]) -> None:
+    """By default, oneDNN's kernels compute these activations and turn NaN into a number."""
+    conv, linear = nn.Conv2d(8, 16, 3), nn.Linear(64, 80)
+    images, rows = torch.randn(3, 8, 9, 9), torch.randn(500, 64)
+    images[1], rows[1] = torch.nan, -torch.nan
+
+    def program(images: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return activation(conv(images)), activation(linear(rows))
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results = compiled(program)(images, rows)
+        for result, expected in zip(results, program(images, rows), strict=True):
+            assert torch.equal(result.isnan(), expected.isnan())
+
+
 def test_what_adds_into_a_tensor_writes_no_memory_of_another() -> None:
     """Inductor reuses the memory of what an op that it calls wrote in place."""
 

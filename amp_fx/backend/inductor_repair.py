@@ -27,7 +27,6 @@ import torch
 
 from amp_fx.policies import float8 as policies_float8
 from amp_fx.tables import float8 as tables_float8
-from amp_fx.weights import kept_nan
 
 if TYPE_CHECKING:
     from torch import fx
@@ -91,9 +90,9 @@ def record_output_strides(gm: fx.GraphModule) -> None:
 
 @functools.cache
 def _tag() -> str:
-    """Returns a tag for keys of caches: the repairs, and the source of ops and lowerings."""
+    """Returns a tag for keys of caches: the repairs, and the source of ops."""
     code = ""
     with contextlib.suppress(OSError):  # where only compiled files are installed
-        code = "".join(map(inspect.getsource, (policies_float8, tables_float8, kept_nan)))
+        code = "".join(map(inspect.getsource, (policies_float8, tables_float8)))
     digest = hashlib.sha256(code.encode()).hexdigest()[:16]
     return f"amp_fx: pytorch#185873, strides kept, {digest}"

@@ -26,7 +26,6 @@ from amp_fx.options import Options
 from amp_fx.passes.widen_ops import WidenOps
 from amp_fx.progress import working
 from amp_fx.regions.state import AutocastState, no_autocast
-from amp_fx.weights.kept_nan import keeping_nan
 from amp_fx.weights.packed import batch_norm_folding
 
 if TYPE_CHECKING:
@@ -273,7 +272,7 @@ def package(
     configs.setdefault("freezing", freezing)
     folding = batch_norm_folding(fold_batch_norm) if freezing else contextlib.nullcontext()
     try:
-        with torch.no_grad(), no_autocast(), folding, keeping_nan():
+        with torch.no_grad(), no_autocast(), folding:
             aoti_compile_and_package(exported, package_path=str(target), inductor_configs=configs)
     except Exception as error:
         lines = str(error).strip().splitlines()

@@ -21,7 +21,7 @@ from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
 from torch._inductor.constant_folding import replace_node_with_constant
 from torch._inductor.decomposition import decompositions, select_decomp_table
 from torch._inductor.freezing_utils import enter_freezing, is_frozen_param, record_has_frozen_params
-from torch._inductor.fx_passes import freezing_patterns, mkldnn_fusion
+from torch._inductor.fx_passes import freezing_patterns
 from torch._inductor.fx_passes.freezing_patterns import freezing_passes
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.graph import GraphLowering
@@ -68,9 +68,7 @@ __all__ = (
     "fx_utils",
     "has_triton",
     "is_frozen_param",
-    "lowerings",
     "make_pointwise",
-    "mkldnn_fusion",
     "ops",
     "packing_for_onednn",
     "record_has_frozen_params",
@@ -119,7 +117,7 @@ def store_result(node: torch.fx.Node) -> None:
 def packing_for_onednn() -> AbstractContextManager[None]:
     """Context in which inductor's freezing packs float32 products for oneDNN instead of MKL.
 
-    Relies on ``mkldnn_fusion``, where ahead-of-time compilation changes nothing else.
+    Relies on ``torch._inductor.fx_passes.mkldnn_fusion``, where ahead-of-time compilation changes nothing else.
     """
     context: AbstractContextManager[None] = V.set_aot_compilation(True)
     return context

@@ -24,7 +24,6 @@ from amp_fx.replaced import replaced
 from amp_fx.torch_private.fake_tensors import FakeTensor, unset_fake_temporarily
 from amp_fx.weights.batch_norms import fold_batch_norms, round_biases
 from amp_fx.weights.few_rows import block_few_rows
-from amp_fx.weights.kept_nan import keeping_nan
 from amp_fx.weights.split import (
     Prepare,
     copy_prepared,
@@ -225,7 +224,6 @@ def compile_packed(
             _real_constants(example_inputs),
             _packed_in_cache_keys(),
             of_templates.following(),
-            keeping_nan(),
         ):
             compiled = compile_graph(gm, inputs, **kwargs)
     code, by_name = _code_of(gm, compiled, constants, of_templates)

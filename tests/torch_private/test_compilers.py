@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import fx
 from torch._inductor.fx_passes import mkldnn_fusion
+from torch._inductor.lowering import lowerings
 from torch._inductor.utils import run_and_get_code
 from torch._inductor.virtualized import V
 from torch.overrides import BaseTorchFunctionMode
@@ -359,7 +360,7 @@ def test_decompositions_and_lowerings_are_tables_by_op() -> None:
     aten = torch.ops.aten
     assert aten.gelu.default in inductor.select_decomp_table()
     assert aten.gelu.default in inductor.decompositions
-    assert aten.mm.default in inductor.lowerings
+    assert aten.mm.default in lowerings
     for name in ("fall_back_where", "make_pointwise", "register_lowering"):
         assert callable(getattr(inductor, name))
     assert callable(inductor.tuned_bmm)
@@ -422,7 +423,7 @@ def test_a_template_takes_a_blocked_weight() -> None:
     assert parameters["should_block_weights"].default is True
     op = torch.ops.amp_fx.few_rows_product.default
     inductor.lower_few_rows_product(op)
-    assert op in inductor.lowerings
+    assert op in lowerings
 
 
 def test_lowerings_of_packed_convolutions_wrap_functions_that_promote_no_dtypes() -> None:
@@ -433,8 +434,8 @@ def test_lowerings_of_packed_convolutions_wrap_functions_that_promote_no_dtypes(
         (mkldnn._convolution_pointwise.binary, 13),
         (mkldnn._convolution_pointwise_.binary, 13),
     ):
-        function = inspect.unwrap(inductor.lowerings[op])
-        assert function is not inductor.lowerings[op]
+        function = inspect.unwrap(lowerings[op])
+        assert function is not lowerings[op]
         assert len(inspect.signature(function).parameters) == number
 
 
