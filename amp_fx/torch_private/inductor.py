@@ -42,7 +42,6 @@ from torch._inductor.select_algorithm import DataProcessorChoiceCallerWrapper
 from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.utils import Placeholder, fresh_cache, parallel_num_threads
 from torch._inductor.virtualized import V, ops
-from torch.utils._triton import has_triton
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -66,7 +65,6 @@ __all__ = (
     "freezing_patterns",
     "fresh_cache",
     "fx_utils",
-    "has_triton",
     "is_frozen_param",
     "make_pointwise",
     "ops",

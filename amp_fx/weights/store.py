@@ -20,9 +20,8 @@ import torch
 from amp_fx.devices.huge_pages import in_huge_pages
 from amp_fx.torch_private.kernels import foreach_copy_
 from amp_fx.torch_private.tensors import data_address
-from amp_fx.weights.compiled_prepare import empty_values, is_compiled, write_values
 from amp_fx.weights.engine import engine
-from amp_fx.weights.entry import CacheEntry, compute, computing_values, copied_into, read_only
+from amp_fx.weights.entry import CacheEntry, compute, computing_values, copied_into
 from amp_fx.weights.spread import part_of
 from amp_fx.weights.stream_order import StreamOrder
 from amp_fx.weights.swaps import before_swaps
@@ -236,9 +235,8 @@ class Store:
     ) -> list[Any]:
         """Computes values in the memory of the old values if that can be reused.
 
-        One compiled function computes the values of each set of weights. One foreach op writes all
-        casts with the strides of their weights; it would copy tensor by tensor if the strides of
-        one cast differed.
+        One foreach op writes all casts with the strides of their weights; it would copy tensor by
+        tensor if the strides of one cast differed.
 
         Args:
             entries: Entries of the values.
@@ -248,18 +246,9 @@ class Store:
         is_free = self.memory_check()
         values: list[Any] = []
         targets, copied = [], []
-        compiled: dict[tuple[int, ...], tuple[Weights, list[Any], list[Any]]] = {}
         for entry, weights, old in zip(entries, sources, olds, strict=True):
             value: Any = old if is_free(entry, weights) else None
-            spec: Any = entry.spec
-            if is_compiled(spec, weights):
-                if value is None:
-                    value = empty_values(spec, weights)
-                    entry.set_value_bytes(value, weights)
-                group = compiled.setdefault(tuple(map(id, weights)), (weights, [], []))
-                group[1].append(spec)
-                group[2].append(value)
-            elif value is None or not entry.is_cast:
+            if value is None or not entry.is_cast:
                 value = self._allocate_or_compute(entry, weights, value)
             if entry.is_in_foreach_copy:
                 targets.append(value)
@@ -267,8 +256,6 @@ class Store:
             elif entry.is_cast:
                 value.copy_(weights[0])
             values.append(value)
-        for weights, specs, outputs in compiled.values():
-            write_values(specs, tuple(map(read_only, weights)), outputs)
         if targets:
             foreach_copy_(targets, copied)
         return values

@@ -24,7 +24,6 @@ generated.start()
 
 import amp_fx  # noqa: E402
 from amp_fx import weight_cache  # noqa: E402
-from amp_fx.weights import store  # noqa: E402
 from tests.float8 import experts  # noqa: E402
 from tests.float8.test_experts import Experts, Torchaos, called  # noqa: E402
 from tests.float8.torchao_oracle import RECIPES, converted  # noqa: E402
@@ -102,18 +101,8 @@ def differing(left: list[Tensor], right: list[Tensor]) -> list[int]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_bits_of_compiled_torchao(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
-    write_values = vars(store)["write_values"]
-
-    def counting(specs: Any, weights: Any, values: Any) -> None:
-        compiled.append(sum(len(spec.outputs) for spec in specs))
-        write_values(specs, weights, values)
-
-    monkeypatch.setattr(store, "write_values", counting)
+def test_bits_of_compiled_torchao(recipe: str) -> None:
     found = ours(recipe, lambda optimizer: optimizer.step)
-    # Two weights, of each data in two layouts and their factors, of which there may be one.
-    assert compiled == [3 if recipe == "tensorwise" else 4] * 2 * UPDATES
     others = differing(found, torchaos(recipe))
     if recipe == "tensorwise":
         # It saves an input in float8, from the float32 of the kernel in front; torchao's backward

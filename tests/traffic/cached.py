@@ -11,7 +11,6 @@ from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import tensors_in
 from amp_fx.replaced import replaced
 from amp_fx.weights.call import CachedCall, flattened
-from amp_fx.weights.compiled_prepare import is_compiled, writing
 from amp_fx.weights.split import is_view, run_node
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.weights.split import CachedValueSpec
-    from tests.traffic.counting import Counter, Graph
 
     Weights = tuple[torch.Tensor, ...]
     Made = tuple[int, int, int, bool]
@@ -108,24 +106,9 @@ class FakeCache:
                 (weight,), low = weights, spec.make(weights)
                 sizes = weight.element_size(), low.element_size()
                 found.append((low.numel(), *sizes, low.stride() == weight.stride()))
-            elif not is_compiled(spec, weights):
+            else:
                 found += _ops_of(spec, weights)
         return found
-
-    def compiled(self, counter: Counter) -> list[Graph]:
-        """Counts the functions that compute the other values."""
-        by_weights: dict[tuple[int, ...], tuple[Weights, list[Any], list[Any]]] = {}
-        for (identities, _), (spec, weights) in self._values.items():
-            if is_compiled(spec, weights):
-                _, specs, values = by_weights.setdefault(identities, (weights, [], []))
-                specs.append(spec)
-                values.append(spec.make(weights))
-        for weights, specs, values in by_weights.values():
-            torch._dynamo.reset()
-            targets = [value if isinstance(value, tuple) else (value,) for value in values]
-            write = torch.compile(writing(specs), backend=counter.inductor, dynamic=False)
-            write(weights, targets)
-        return counter.take()
 
 
 def _ops_of(spec: CachedValueSpec, weights: Weights) -> list[Made]:

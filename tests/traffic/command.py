@@ -212,8 +212,7 @@ def _row(answers: Sequence[Mapping[str, Any]], jobs: Sequence[dict[str, Any]]) -
         if "error" in answer:
             failures[name] = answer["error"]
             continue
-        graphs = [*answer["first"], *answer["computed"]]
-        found[name] = totals(graphs, answer["refreshed"], device)
+        found[name] = totals(answer["first"], answer["refreshed"], device)
         if name == AMP_FX:
             found["amp_fx, further"] = totals(answer["further"], [], device)
         if name == FROZEN:

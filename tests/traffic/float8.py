@@ -72,8 +72,7 @@ def count(name: str, ways: Sequence[str], *, device: str, is_tiny: bool) -> dict
     for way, answer in zip(ways, _answers(jobs), strict=True):
         if "error" in answer:
             raise RuntimeError(f"{name}, {way}: {answer['error']}")
-        graphs = [*answer["first"], *answer["computed"]]
-        first = totals(graphs, answer["refreshed"], device)
+        first = totals(answer["first"], answer["refreshed"], device)
         failures = {k: v for some in answer["cubin_failures"].values() for k, v in some.items()}
         found[way] = Way(first, totals(answer["further"], [], device), failures)
     return found

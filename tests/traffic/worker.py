@@ -63,9 +63,8 @@ def count(
         trains: Whether there is a backward.
 
     Returns:
-        The graphs of the ``"first"`` call and of ``"further"`` ones; the casts of weights that were
-        ``"refreshed"`` before the first, with what else is computed op by op; and the graphs that
-        ``"computed"`` the other cached values.
+        The graphs of the ``"first"`` call and of ``"further"`` ones, and what was ``"refreshed"``
+        before the first: casts of weights, and the ops of other cached values.
     """
     torch._dynamo.reset()
     mode = FakeTensorMode()
@@ -103,13 +102,11 @@ def count(
                 out.backward(torch.empty_like(out))
             steps.append(counter.take())
     first, further = steps
-    with mode, counter.listening(), torch.no_grad():
-        computed = cache.compiled(counter)
+    with mode, torch.no_grad():
         refreshed = cache.casts()
     if contender == FROZEN and not cache.is_packed:
         raise RuntimeError("no value is a constant of the code")
     return {
-        "computed": [dataclasses.asdict(graph) for graph in computed],
         "first": [dataclasses.asdict(graph) for graph in first],
         "further": [dataclasses.asdict(graph) for graph in further or first],
         "refreshed": refreshed,
@@ -168,7 +165,7 @@ def run(given: dict[str, Any]) -> dict[str, Any]:
         case, given["contender"], device=given["device"], dtype=dtype, trains=given["trains"]
     )
     sources: dict[str, str] = {}
-    for graph in [*counted["first"], *counted["further"], *counted["computed"]]:
+    for graph in [*counted["first"], *counted["further"]]:
         sources |= graph.pop("sources", {})
     capabilities = given.get("capabilities", ())
     counted["num_kernels"] = len(sources)
