@@ -115,7 +115,7 @@ def store_result(node: torch.fx.Node) -> None:
 def packing_for_onednn() -> AbstractContextManager[None]:
     """Context in which inductor's freezing packs float32 products for oneDNN instead of MKL.
 
-    Relies on ``torch._inductor.fx_passes.mkldnn_fusion``, where ahead-of-time compilation changes nothing else.
+    Relies on ``fx_passes.mkldnn_fusion``, where ahead-of-time compilation changes nothing else.
     """
     context: AbstractContextManager[None] = V.set_aot_compilation(True)
     return context

@@ -220,11 +220,7 @@ def compile_packed(
         for attribute, node in constants.copies.items():
             if attribute in gm._buffers:
                 of_templates.add(gm.get_buffer(attribute), node)
-        with (
-            _real_constants(example_inputs),
-            _packed_in_cache_keys(),
-            of_templates.following(),
-        ):
+        with _real_constants(example_inputs), _packed_in_cache_keys(), of_templates.following():
             compiled = compile_graph(gm, inputs, **kwargs)
     code, by_name = _code_of(gm, compiled, constants, of_templates)
     outputs: dict[fx.Node, list[str]] = {}

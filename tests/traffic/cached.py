@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import tensors_in
 from amp_fx.replaced import replaced
@@ -16,6 +14,7 @@ from amp_fx.weights.split import is_view, run_node
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    import torch
     from torch import fx
 
     from amp_fx.weights.split import CachedValueSpec
