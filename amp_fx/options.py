@@ -79,10 +79,6 @@ class Options:
             (``amp_fx.graphs.range_guard``). False computes eager autocast's numbers everywhere.
         narrow_gathers: True casts a tensor before it is gathered if every reader of the gathered
             tensor makes this cast (``amp_fx.passes.narrow_gathers``).
-        raise_casts: True moves narrowing casts in front of views in the graphs that inductor gets
-            (``amp_fx.passes.raise_casts``). No value of the graph changes, but kernels fuse
-            differently, so values that inductor does not round inside a kernel may be rounded
-            elsewhere.
         bare_region: True enters a region for a graph that is captured outside of an enabled
             autocast region. ``amp_fx.compile`` enters its own region and turns this off.
         fallback: True runs a graph under native autocast if it cannot be rewritten, and op by op
@@ -109,7 +105,6 @@ class Options:
     numerics: str | None = None
     range_guard: bool = True
     narrow_gathers: bool = True
-    raise_casts: bool = False
     bare_region: bool = True
     fallback: bool = True
     passes: tuple[Pass, ...] = ()
@@ -183,7 +178,7 @@ def _to_low_dtype(name: str, value: Any) -> torch.dtype:
 
 
 def _to_policy(name: str, value: Any) -> Policy:
-    if isinstance(value, (str, os.PathLike)) or type(value).__name__ == Policy.__name__:
+    if isinstance(value, (str, os.PathLike, Policy)):
         return as_policy(value)
     raise OptionError(
         f"{name}={value!r} is not an amp_fx.Policy, the name of a preset, or the path "
@@ -312,7 +307,6 @@ _CONVERT = {
     "numerics": _to_choice,
     "range_guard": _to_bool,
     "narrow_gathers": _to_bool,
-    "raise_casts": _to_bool,
     "bare_region": _to_bool,
     "fallback": _to_bool,
     "passes": _to_passes,

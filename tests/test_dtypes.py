@@ -70,7 +70,7 @@ def of_policy(name: str) -> Any:
 
 
 def of_policy_file(name: str) -> Any:
-    return Policy.loads(f'format = 1\ndtype = "{name}"\n').low_dtype("cpu")
+    return Policy.from_dict({"dtype": name}).low_dtype("cpu")
 
 
 def of_demo(name: str) -> Any:

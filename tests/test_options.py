@@ -40,7 +40,6 @@ def test_every_field_can_be_given() -> None:
         "numerics": "strict",
         "range_guard": False,
         "narrow_gathers": False,
-        "raise_casts": True,
         "bare_region": False,
         "fallback": False,
         "passes": (NoPass(),),

@@ -1,4 +1,4 @@
-"""Rewrites the graphs of AOTAutograd: ``weight_grads``, ``raise_casts`` and the products.
+"""Rewrites the graphs of AOTAutograd: ``weight_grads`` and the products.
 
 Autocast computes the gradient of a weight in low precision and casts it to float32: it is rounded,
 written, read and written again. ``aten.mm.dtype`` (``aten.bmm.dtype`` for weights of experts)
@@ -22,12 +22,10 @@ from amp_fx.graphs.casts import CONVERT
 from amp_fx.passes import flatten_products as flattening
 from amp_fx.passes import keep_eager_kernels as keeping
 from amp_fx.passes import open_attention as opening
-from amp_fx.passes import raise_casts as raising
 from amp_fx.passes import widen_products as widening
 from amp_fx.passes.flatten_products import flatten_products
 from amp_fx.passes.keep_eager_kernels import keep_eager_kernels
 from amp_fx.passes.open_attention import open_attention
-from amp_fx.passes.raise_casts import raise_casts
 from amp_fx.passes.widen_products import widen_products
 from amp_fx.stats import record
 from amp_fx.tables import generated
@@ -47,17 +45,7 @@ DEVICES = ("cuda",)
 XPU has these kernels too (``WITH_OUT_DTYPE``), but gradients have not been run there.
 """
 
-_MODULES = (
-    batch_norms,
-    casting,
-    few_rows,
-    flattening,
-    generated,
-    keeping,
-    opening,
-    raising,
-    widening,
-)
+_MODULES = (batch_norms, casting, few_rows, flattening, generated, keeping, opening, widening)
 _PASSES = (*(module.__file__ for module in _MODULES),)
 
 
@@ -96,7 +84,6 @@ class AfterAutograd(CustomGraphPass):
         has_wide_grads: Whether products that compute float32 gradients return float32.
         chooses_kernels: Whether products and attention may add up in another order than in ATen's
             kernels: in float32 on a CPU without units for their dtype, or in generated code.
-        raises_casts: ``Options.raise_casts``.
         keeps_kernels: Whether ops run in ATen's kernels if generated code has other bits.
         following: The user's ``post_grad_custom_pre_pass``, which runs after this pass.
     """
@@ -106,13 +93,11 @@ class AfterAutograd(CustomGraphPass):
         *,
         has_wide_grads: bool = False,
         chooses_kernels: bool = False,
-        raises_casts: bool = False,
         keeps_kernels: bool = False,
         following: Any = None,
     ) -> None:
         self.has_wide_grads = has_wide_grads
         self.chooses_kernels = chooses_kernels
-        self.raises_casts = raises_casts
         self.keeps_kernels = keeps_kernels
         self.following = following
 
@@ -122,8 +107,6 @@ class AfterAutograd(CustomGraphPass):
             widen_weight_grads(graph)
         self.prepare_packing(graph)
         self.widen_products(graph)
-        if self.raises_casts and raise_casts(graph):
-            graph.lint()
         if self.keeps_kernels:
             keep_eager_kernels(graph)
         if self.following is not None:
@@ -151,7 +134,7 @@ class AfterAutograd(CustomGraphPass):
         The key contains the dtypes for which this CPU has units, because machines share caches.
         """
         files = (__file__, *_PASSES)
-        chosen = (self.has_wide_grads, self.chooses_kernels, self.raises_casts, self.keeps_kernels)
+        chosen = (self.has_wide_grads, self.chooses_kernels, self.keeps_kernels)
         own = (get_hash_for_files(files), units(), *chosen)
         if self.following is None:
             return own

@@ -130,7 +130,6 @@ def after_autograd(options: Options, following: Any = None) -> AfterAutograd:
     return AfterAutograd(
         has_wide_grads=options.has_wide_weight_grads,
         chooses_kernels=not is_strict(options),
-        raises_casts=options.raise_casts,
         keeps_kernels=options.has_eager_kernels,
         following=following,
     )

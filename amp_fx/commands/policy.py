@@ -69,7 +69,7 @@ def _show_all(policy: Policy, devices: Sequence[str], console: Console) -> None:
             names_missing = ", ".join(map(_short, missing))
             console.print(f"Listed, but not in torch {torch.__version__}: {names_missing}\n")
     _explain(words, console)
-    for kind in ("modules", "args", "rules"):
+    for kind in ("modules", "args"):
         if getattr(policy, kind):
             console.print(f"The policy also has {kind}: {len(getattr(policy, kind))}.")
 

@@ -312,8 +312,7 @@ def label(policy: Policy) -> str:
     """Returns the name of a policy, followed by ``", changed"`` if it differs from that preset."""
     base = preset(policy.name) if policy.name in preset_names() else preset("torch")
     is_changed = any(
-        getattr(policy, changes) != getattr(base, changes)
-        for changes in ("ops", "modules", "args", "rules")
+        getattr(policy, changes) != getattr(base, changes) for changes in ("ops", "modules", "args")
     )
     return f"{policy.name}, changed" if is_changed else policy.name
 

@@ -194,9 +194,9 @@ def _base_of(policy: Policy) -> Policy:
     """Returns the policy without overrides for modules, which a runner's key contains.
 
     Policies that differ in these overrides, such as those that ``amp_fx.search`` tries, share the
-    runners of other calls. With rules, a key contains no overrides.
+    runners of other calls.
     """
-    if policy.rules or not policy.modules:
+    if not policy.modules:
         return policy
     if policy not in _bases:
         _bases[policy] = interned(dataclasses.replace(policy, modules=()))

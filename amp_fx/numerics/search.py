@@ -40,7 +40,7 @@ from amp_fx.numerics.recorder import Recorder
 from amp_fx.numerics.records import flush_words, grouped, number
 from amp_fx.numerics.running import caller_of, loss_of
 from amp_fx.numerics.search_result import Evaluation, SearchResult
-from amp_fx.numerics.suspects import LOW, common_pattern, weight_of, with_reasons
+from amp_fx.numerics.suspects import LOW, common_pattern, weight_of, with_override
 from amp_fx.numerics.trial import Trial
 from amp_fx.options import Options
 from amp_fx.progress import working
@@ -349,8 +349,8 @@ class _Search:
     def _policy(self, units: Sequence[Unit]) -> Policy:
         policy = self.asked.policy
         for unit in units:
-            entry = unit.module, unit.op, unit.why
-            policy = with_reasons(policy, [entry], unit.treatment or self.treatment)
+            treatment = unit.treatment or self.treatment
+            policy = with_override(policy, unit.module, unit.op, treatment)
         return policy
 
     def _is_enough(self, units: tuple[Unit, ...]) -> bool:

@@ -414,22 +414,16 @@ def common_pattern(paths: Sequence[str]) -> str:
     return "".join(column[0] if len({*column}) == 1 else "*" for column in columns)
 
 
-def with_reasons(
-    policy: Policy, entries: Iterable[tuple[str, str, str]], treatment: str = "fp32"
-) -> Policy:
-    """Returns a policy with overrides for ops of modules, and their reasons for a file.
+def with_override(policy: Policy, pattern: str, op: str, treatment: str) -> Policy:
+    """Returns a policy with an override for an op of modules.
 
     Args:
         policy: The policy to start from.
-        entries: Patterns of modules (``""`` for the program), ops (``""`` for all) and reasons.
-        treatment: The treatment of the ops.
+        pattern: A pattern of modules; ``""`` for the program.
+        op: The op; ``""`` for all ops.
+        treatment: The treatment of the op.
     """
-    for pattern, op, why in entries:
-        value = {op: treatment} if op else treatment
-        changed = policy.with_modules({pattern or "*": value})
-        reasoned = dataclasses.replace(changed.modules[-1], why=why)
-        policy = dataclasses.replace(changed, modules=(*changed.modules[:-1], reasoned))
-    return policy
+    return policy.with_modules({pattern or "*": {op: treatment} if op else treatment})
 
 
 def policy_of_suspects(suspects: Iterable[Suspect], base: Policy) -> Policy:
@@ -437,5 +431,6 @@ def policy_of_suspects(suspects: Iterable[Suspect], base: Policy) -> Policy:
     found = [s for s in suspects if (s.stage == "forward" or s.recipe) and s.is_mendable]
     for is_float8, treatment in ((False, "fp32"), (True, LOW)):
         chosen = [s for s in found if bool(s.recipe) is is_float8]
-        base = with_reasons(base, [(s.module, s.op, s.why) for s in chosen], treatment)
+        for suspect in chosen:
+            base = with_override(base, suspect.module, suspect.op, treatment)
     return base

@@ -1,4 +1,4 @@
-"""Overrides of a policy, on top of op tables: by op, by module, by argument and by rule."""
+"""Overrides of a policy, on top of op tables: by op, by module and by argument."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 import fnmatch
 import functools
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -14,7 +15,6 @@ import torch
 from amp_fx.dtypes import as_dtype, is_low
 from amp_fx.errors import PolicyError, did_you_mean
 from amp_fx.policies.calls import CAST_ARGUMENT_TYPES, has_schema, is_changeable, supports_policy
-from amp_fx.policies.files import find_object
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.float8 import PRODUCTS
 from amp_fx.tables.op_names import (
@@ -83,10 +83,6 @@ def join_path(*parts: str) -> str:
 Treatment: TypeAlias = "CastPolicy | str | torch.dtype"
 """A cast policy, its name, or ``torch.float32`` for ``fp32``."""
 
-Rule: TypeAlias = Callable[[str, str, tuple[Any, ...], tuple[Any, ...]], "Treatment | None"]
-"""Called with the qualified overload name of an op, the path of the module around it, and the
-shapes and dtypes of its tensors; returns a cast policy, its name, or None to leave the op as is."""
-
 ModulePolicy: TypeAlias = "Treatment | Mapping[Any, Treatment]"
 """The policy of all ops in a module, or policies by op (``Policy.with_modules``)."""
 
@@ -111,7 +107,7 @@ ARGUMENT_POLICIES = (
     CastPolicy.KEEP,
     *PRODUCT_POLICIES,
 )
-_REGEX, CLASS = "re:", "class:"
+_REGEX, _CLASS = "re:", "class:"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,14 +135,12 @@ class ModuleOverride:
         policy: The cast policy of ops in matching modules.
         op: The only op to which the override applies, as the user wrote it; empty for all ops.
         overloads: The overloads that match ``op``, by qualified name.
-        why: The reason, which policy files contain as a comment.
     """
 
     pattern: str | re.Pattern[str] | type
     policy: CastPolicy
     op: str = ""
     overloads: tuple[str, ...] = ()
-    why: str = dataclasses.field(default="", compare=False)
 
     @property
     def origin(self) -> str:
@@ -176,39 +170,23 @@ class ModuleOverride:
     def text(self) -> str:
         """Returns the pattern as in policy files: ``decoder.*``, ``re:...`` or ``class:...``."""
         if isinstance(self.pattern, type):
-            return f"{CLASS}{self.pattern.__module__}.{self.pattern.__qualname__}"
+            return f"{_CLASS}{self.pattern.__module__}.{self.pattern.__qualname__}"
         return self.pattern if isinstance(self.pattern, str) else f"{_REGEX}{self.pattern.pattern}"
 
+    def check_name(self) -> None:
+        """Checks that the class of the pattern can be found by its name.
 
-@dataclasses.dataclass(frozen=True)
-class RuleOverride:
-    """A user's function that selects the policy of each op (``Policy.with_rule``)."""
-
-    function: Rule
-
-    @property
-    def name(self) -> str:
-        """Returns the name of the function in messages."""
-        return getattr(self.function, "__name__", None) or repr(self.function)
-
-    def at(self, path: str) -> RuleOverride:
-        """Returns a rule that is evaluated as if inside one fixed module path."""
-        return RuleOverride(_RuleAt(self, path))
-
-
-@dataclasses.dataclass(frozen=True)
-class _RuleAt:
-    """A rule that is evaluated as if inside one fixed module path."""
-
-    rule: RuleOverride
-    path: str
-
-    @property
-    def __name__(self) -> str:
-        return self.rule.name
-
-    def __call__(self, op: str, _: str, shapes: Any, dtypes: Any) -> Treatment | None:
-        return self.rule.function(op, self.path, shapes, dtypes)
+        Raises:
+            PolicyError: The class is defined in a function, or in a program's main module.
+        """
+        if not isinstance(self.pattern, type):
+            return
+        is_found = self.pattern.__module__ != "__main__" and "<locals>" not in self.text
+        if not is_found or _imported(self.text) is not self.pattern:
+            raise PolicyError(
+                f"the class {self.pattern.__name__} cannot be saved, because policy files contain "
+                "classes by name: define it at the top level of a module"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,10 +341,7 @@ def is_glob(pattern: str) -> bool:
 
 
 def module_overrides(
-    given: Mapping[Any, ModulePolicy],
-    listed: Iterable[str],
-    *,
-    find_class: Callable[[str], Any] = find_object,
+    given: Mapping[Any, ModulePolicy], listed: Iterable[str]
 ) -> tuple[ModuleOverride, ...]:
     """Returns the overrides of one call of ``with_modules``.
 
@@ -375,29 +350,28 @@ def module_overrides(
             ``"re:..."``, a subclass of ``nn.Module`` or ``"class:package.module.Name"``. A mapping
             sets the policies of single ops in the module.
         listed: Ops in tables, which may be missing in the installed torch.
-        find_class: Returns the class with a name. Called after the policy of the entry was checked.
     """
     check_mapping("with_modules", given, {"decoder.*.norm": "fp32"})
     known = frozenset(listed)
     return tuple(
         override
         for pattern, value in given.items()
-        for override in _overrides_of(pattern, value, known, find_class)
+        for override in _overrides_of(pattern, value, known)
     )
 
 
 def _overrides_of(
-    pattern: object, value: ModulePolicy, listed: frozenset[str], find_class: Callable[[str], Any]
+    pattern: object, value: ModulePolicy, listed: frozenset[str]
 ) -> Iterable[ModuleOverride]:
     where = f"module {pattern!r}"
     if not isinstance(value, Mapping):
         policy = to_policy(where, value, MODULE_POLICIES)
-        return [ModuleOverride(_module_pattern(pattern, find_class), policy)]
+        return [ModuleOverride(_module_pattern(pattern), policy)]
     ops = [(op_text(op), treatment) for op, treatment in value.items()]
     policies = [
         to_policy(f"{where}, op {op!r}", treatment, MODULE_POLICIES) for op, treatment in ops
     ]
-    module_pattern = _module_pattern(pattern, find_class)
+    module_pattern = _module_pattern(pattern)
     return [
         ModuleOverride(module_pattern, policy, op, _changeable(where, op, listed))
         for (op, _), policy in zip(ops, policies, strict=True)
@@ -416,9 +390,7 @@ def _changeable(where: str, op: str, listed: frozenset[str]) -> tuple[str, ...]:
     )
 
 
-def _module_pattern(
-    pattern: object, find_class: Callable[[str], Any]
-) -> str | re.Pattern[str] | type:
+def _module_pattern(pattern: object) -> str | re.Pattern[str] | type:
     if isinstance(pattern, type):
         if issubclass(pattern, torch.nn.Module):
             return pattern
@@ -432,9 +404,27 @@ def _module_pattern(
         )
     if pattern.startswith(_REGEX):
         return _regex(pattern)
-    if pattern.startswith(CLASS):
-        return _module_pattern(find_class(pattern.removeprefix(CLASS)), find_class)
+    if pattern.startswith(_CLASS):
+        return _module_pattern(_imported(pattern))
     return pattern
+
+
+def _imported(pattern: str) -> object:
+    """Returns the class that a pattern ``class:package.module.Name`` names.
+
+    A policy file must not run code. Only modules that are already imported are searched, and only
+    their ``__dict__`` is read, because a module's ``__getattr__`` may import other modules.
+    """
+    parts = pattern.removeprefix(_CLASS).split(".")
+    for split in range(len(parts) - 1, 0, -1):
+        value: Any = sys.modules.get(".".join(parts[:split]))
+        for part in parts[split:]:
+            value = getattr(value, "__dict__", {}).get(part)
+        if value is not None:
+            return value
+    raise PolicyError(
+        f"module {pattern!r}: no imported module has this class: import its module before"
+    )
 
 
 def _regex(pattern: str) -> re.Pattern[str]:
@@ -448,17 +438,6 @@ def _is_class(cls: type | str, expected: type) -> bool:
     if isinstance(cls, type):
         return issubclass(cls, expected)
     return cls == f"{expected.__module__}.{expected.__qualname__}"
-
-
-def rule_override(function: object) -> RuleOverride:
-    """Returns the override for a function, or for the name of one."""
-    if isinstance(function, str):
-        function = find_object(function)
-    if not callable(function) or isinstance(function, type):
-        raise PolicyError(
-            f"expected a function rule(op, module_path, shapes, dtypes), got {function!r}"
-        )
-    return RuleOverride(function)
 
 
 def arg_override(op: object, args: Mapping[str, Treatment], listed: Iterable[str]) -> ArgOverride:

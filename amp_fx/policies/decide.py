@@ -1,20 +1,19 @@
 """Selects the override of a policy that applies to a call, and applies it to the call.
 
-Later overrides win over earlier ones. Module overrides win over op overrides, and rules win over
-both. Module overrides and rules apply only to ops that return new tensors: a cast would detach a
-view from its base, and in-place calls, ``out=`` calls and calls with ``dtype=`` determine their
-dtype themselves. Such calls have the policy of the op.
+Later overrides win over earlier ones, and module overrides win over op overrides. Module overrides
+apply only to ops that return new tensors: a cast would detach a view from its base, and in-place
+calls, ``out=`` calls and calls with ``dtype=`` determine their dtype themselves. Such calls follow
+the policy of the op.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from amp_fx.errors import PolicyError
 from amp_fx.policies.calls import (
     apply_policy,
     bind,
@@ -26,9 +25,8 @@ from amp_fx.policies.calls import (
     lower_first,
     qualified_name,
     result_dtype,
-    supports_policy,
 )
-from amp_fx.policies.changes import SAME_AS, path_of, to_policy
+from amp_fx.policies.changes import SAME_AS
 from amp_fx.policies.float8 import operands_of
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.products import PRODUCT_POLICIES
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from amp_fx.policies.calls import Call
-    from amp_fx.policies.changes import ModuleOverride, ModuleStack, RuleOverride
+    from amp_fx.policies.changes import ModuleOverride, ModuleStack
     from amp_fx.policies.policy import Policy
     from amp_fx.torch_private.ops import OpOverload
 
@@ -50,7 +48,7 @@ class Decision:
     Attributes:
         policy: The cast policy.
         origin: The source of the policy in messages: ``"table"``, ``"op 'softmax'"``,
-            ``"module 'decoder.*'"``, ``"rule my_rule"``, ``"args 'cat'"`` or ``"register_op"``.
+            ``"module 'decoder.*'"``, ``"args 'cat'"`` or ``"register_op"``.
         args: Policies of single arguments, as in ``Policy.with_args``.
     """
 
@@ -109,7 +107,6 @@ class Resolver:
     def __init__(self, policy: Policy) -> None:
         self._tables = policy.tables
         self._modules = policy.modules
-        self._rules = policy.rules
         self._op_origins = {
             op: f"op {override.pattern!r}" for override in policy.ops for op in override.overloads
         }
@@ -121,8 +118,7 @@ class Resolver:
                 self._args[op] = origin, {**before, **dict(override.args)}
         float8 = CastPolicy.FLOAT8
         self._has_float8 = bool(
-            policy.rules
-            or any(float8 is p for table in policy.tables.values() for p in table.values())
+            any(float8 is p for table in policy.tables.values() for p in table.values())
             or any(float8 is override.policy for override in policy.modules)
             or any(float8.value in dict(override.args).values() for override in policy.args)
         )
@@ -136,16 +132,14 @@ class Resolver:
 
     @property
     def depends_on_module(self) -> bool:
-        """Returns True if a decision can depend on the module around an op or on its inputs."""
-        return bool(self._modules or self._rules)
+        """Returns True if a decision can depend on the module around an op."""
+        return bool(self._modules)
 
     def stack_key(self, stack: ModuleStack) -> object:
         """Returns a key that is equal for two module stacks with equal decisions for all calls.
 
-        The key also holds for another policy without rules that differs in its modules alone.
+        The key also holds for another policy that differs in its modules alone.
         """
-        if self._rules:
-            return stack
         return self.module_overrides(stack) if self._modules else ()
 
     def decide(self, call: Call, device_type: str, stack: ModuleStack) -> Decision | None:
@@ -154,12 +148,6 @@ class Resolver:
         by_op: Decision | None = self._by_op(call[0], device_type, len(REGISTERED))
         if not self.depends_on_module or not self._is_adjustable(call, device_type, by_op):
             return by_op
-        for rule in reversed(self._rules):
-            policy = _evaluate_rule(rule, call, stack)
-            if not _suits(policy, call[0]):
-                return by_op
-            if policy is not None:
-                return Decision(policy, f"rule {rule.name}")
         overrides: tuple[ModuleOverride, ...] = self.module_overrides(stack)
         name = qualified_name(call[0])
         override = next((m for m in overrides if m.applies_to(name)), None)
@@ -215,30 +203,7 @@ def _product_policy(op: OpOverload, args: Mapping[str, str]) -> CastPolicy | Non
     return next((policy for policy in PRODUCT_POLICIES if given == {policy.value}), None)
 
 
-def _suits(policy: CastPolicy | None, op: OpOverload) -> bool:
+def _suits(policy: CastPolicy, op: OpOverload) -> bool:
     """Returns False if a policy is for products and does not support the op."""
-    products = PRODUCT_POLICIES.get(policy) if policy is not None else None
+    products = PRODUCT_POLICIES.get(policy)
     return products is None or qualified_name(op) in products
-
-
-def _evaluate_rule(rule: RuleOverride, call: Call, stack: ModuleStack) -> CastPolicy | None:
-    name = qualified_name(call[0])
-    tensors = castable_tensors(call)
-    shapes, dtypes = tuple(tuple(t.shape) for t in tensors), tuple(t.dtype for t in tensors)
-    where = f"rule {rule.name} at op {name}{_in_module(stack)}"
-    try:
-        result: Any = rule.function(name, path_of(stack), shapes, dtypes)
-    except Exception as error:
-        raise PolicyError(f"{where} raised {type(error).__name__}: {error}") from error
-    if result is None:
-        return None
-    policy = to_policy(f"{where}, return value", result)
-    if policy in PRODUCT_POLICIES:
-        return policy  # if the op is not a product, the tables apply
-    if not supports_policy(name, policy, is_listed=True):
-        raise PolicyError(f"{where} returned {policy.value}, which the op does not support")
-    return policy
-
-
-def _in_module(stack: ModuleStack) -> str:
-    return f" in module {path_of(stack)!r}" if path_of(stack) else ""

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from amp_fx.dtypes import as_dtype, is_low
 from amp_fx.errors import PolicyError, did_you_mean
-from amp_fx.policies.changes import (
-    arg_override,
-    check_mapping,
-    module_overrides,
-    op_overrides,
-    path_of,
-    rule_override,
-)
+from amp_fx.policies.changes import arg_override, check_mapping, module_overrides, op_overrides
 from amp_fx.policies.decide import Resolver
 from amp_fx.tables.cast_policy import check_entry
 from amp_fx.tables.float8 import FLOAT8_PRESETS, RECIPES, SOURCES, Float8
@@ -36,8 +29,6 @@ if TYPE_CHECKING:
         ModulePolicy,
         ModuleStack,
         OpOverride,
-        Rule,
-        RuleOverride,
         Treatment,
     )
     from amp_fx.tables.cast_policy import CastPolicy, Table
@@ -52,8 +43,7 @@ class Policy:
     """The cast policy of each op, per device type, and overrides; immutable.
 
     Policies compare and hash by content; ``name`` is ignored. The methods ``with_*`` return a copy.
-    Later overrides win over earlier ones. Module overrides win over op overrides, and rules win
-    over both.
+    Later overrides win over earlier ones, and module overrides win over op overrides.
 
     Attributes:
         name: The name of the policy, such as that of a preset.
@@ -63,7 +53,6 @@ class Policy:
         ops: The overrides of ``with_ops``, in order.
         modules: The overrides of ``with_modules``, in order.
         args: The overrides of ``with_args``, in order.
-        rules: The rules of ``with_rule``, in order.
         dtypes: For each device type, the low dtype of autocast regions without a ``dtype``.
         float8: The settings of products with the policy ``"float8"``.
 
@@ -76,7 +65,6 @@ class Policy:
     ops: tuple[OpOverride, ...] = ()
     modules: tuple[ModuleOverride, ...] = ()
     args: tuple[ArgOverride, ...] = ()
-    rules: tuple[RuleOverride, ...] = ()
     dtypes: tuple[tuple[str, torch.dtype], ...] = ()
     float8: Float8 = _FLOAT8
 
@@ -106,54 +94,54 @@ class Policy:
         return policy if dtype is None else policy.with_dtype(dtype, device_type)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, trusted: bool | Iterable[str] = False) -> Policy:
-        """Reads a policy file (``amp_fx.policies.saved.load`` describes the format).
-
-        Args:
-            path: The path of the file.
-            trusted: The names that the file may import: True for all, or a list of modules, which
-                include their submodules. Importing a class runs the code of its module, and rules
-                are functions that are called. Classes in modules that are already imported do not
-                need to be trusted.
+    def load(cls, path: str | os.PathLike[str]) -> Policy:
+        """Reads a policy file: TOML with the entries of ``to_dict``. Runs no code of the file.
 
         Raises:
-            PolicyError: The file cannot be read, or an entry is invalid or not trusted. The message
-                contains the line and the key.
+            PolicyError: The file cannot be read, or an entry is invalid.
         """
-        from amp_fx.policies.saved import load
+        from amp_fx.policies.files import read
 
-        return load(path, trusted=trusted)
-
-    @classmethod
-    def loads(cls, text: str, *, trusted: bool | Iterable[str] = False) -> Policy:
-        """Reads the text of a policy file, such as ``str(policy)``.
-
-        Args:
-            text: The text of the file.
-            trusted: As for ``load``.
-
-        Raises:
-            PolicyError: An entry is invalid or not trusted. The message contains the line and the
-                key.
-        """
-        from amp_fx.policies.saved import loads
-
-        return loads(text, trusted=trusted)
+        try:
+            return cls.from_dict(read(path))
+        except PolicyError as error:
+            raise PolicyError(f"policy file {str(path)!r}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a policy file, with the preset on which the policy is based, and the overrides.
+        """Writes a policy file.
 
         Raises:
-            PolicyError: A rule or a module class cannot be imported by name.
+            PolicyError: As for ``to_dict``.
         """
-        from amp_fx.policies.saved import save
+        from amp_fx.policies.files import write
 
-        save(self, path)
+        write(self.to_dict(), path)
+
+    @classmethod
+    def from_dict(cls, entries: Mapping[str, Any]) -> Policy:
+        """Returns the policy with the given entries (``amp_fx.policies.saved.from_dict``).
+
+        Raises:
+            PolicyError: An entry is invalid.
+        """
+        from amp_fx.policies.saved import from_dict
+
+        return from_dict(entries)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the preset on which the policy is based, and the overrides, as plain data.
+
+        Raises:
+            PolicyError: A module class cannot be found by its name.
+        """
+        from amp_fx.policies.saved import to_dict
+
+        return to_dict(self)
 
     def rule(self, op: OpOverload, device_type: str) -> CastPolicy | None:
         """Returns the cast policy of an op overload on a device type, or None without one.
 
-        Module overrides and rules are not applied. A device type without a table, such as a new
+        Module overrides are not applied. A device type without a table, such as a new
         accelerator, has no cast policies.
         """
         table = self.tables.get(device_type)
@@ -163,16 +151,13 @@ class Policy:
         """Returns a policy that is evaluated as if inside the given modules.
 
         A compiled graph does not run inside modules. The overrides for the given modules therefore
-        apply to all modules of the copy, and rules get the path of the innermost given module.
+        apply to all modules of the copy.
         """
         if not self.resolver.depends_on_module:
             return self
         overrides = self.resolver.module_overrides(stack)
-        return dataclasses.replace(
-            self,
-            modules=tuple(dataclasses.replace(m, pattern="*") for m in reversed(overrides)),
-            rules=tuple(rule.at(path_of(stack)) for rule in self.rules),
-        )
+        modules = tuple(dataclasses.replace(m, pattern="*") for m in reversed(overrides))
+        return dataclasses.replace(self, modules=modules)
 
     @functools.cached_property
     def resolver(self) -> Resolver:
@@ -280,21 +265,6 @@ class Policy:
         added = module_overrides(policies, self._listed())
         return dataclasses.replace(self, modules=(*self.modules, *added))
 
-    def with_rule(self, rule: Rule | str) -> Policy:
-        """Returns a copy with a function that selects the policy of ops that return new tensors.
-
-        Args:
-            rule: A function, or its name (``"package.module:name"``). It is called as ``rule(op,
-                module_path, shapes, dtypes)``, with the qualified name of the overload, the path of
-                the module around it, and tuples of the shapes and dtypes of its tensors. It returns
-                a cast policy, its name, or None to leave the op as is. The result must only depend
-                on the arguments.
-
-        Raises:
-            PolicyError: ``rule`` is not a function.
-        """
-        return dataclasses.replace(self, rules=(*self.rules, rule_override(rule)))
-
     def with_args(self, op: Any, args: Mapping[str, Treatment]) -> Policy:
         """Returns a copy with other cast policies for single arguments of an op.
 
@@ -343,7 +313,7 @@ class Policy:
 
     def __hash__(self) -> int:
         """Hashes the fields that ``==`` compares."""
-        return hash((self._tables_hash, self.ops, self.modules, self.args, self.rules, self.dtypes))
+        return hash((self._tables_hash, self.ops, self.modules, self.args, self.dtypes))
 
     @functools.cached_property
     def _tables_hash(self) -> int:
@@ -352,7 +322,7 @@ class Policy:
     def __repr__(self) -> str:
         """Returns the name, the number of ops per device type, and the number of overrides."""
         counts = [f"{d}: {len(table)} ops" for d, table in self.tables.items()] or ["no devices"]
-        changes = {kind: len(getattr(self, kind)) for kind in ("ops", "modules", "args", "rules")}
+        changes = {kind: len(getattr(self, kind)) for kind in ("ops", "modules", "args")}
         counts += [f"with {kind}: {number}" for kind, number in changes.items() if number]
         counts += [f"dtype on {device}: {dtype}" for device, dtype in self.dtypes]
         float8, defaults = dataclasses.asdict(self.float8), dataclasses.asdict(_FLOAT8)
@@ -360,15 +330,15 @@ class Policy:
         return f"Policy({self.name!r}, {', '.join(counts)})"
 
     def __str__(self) -> str:
-        """Returns the text of a policy file, which ``loads`` reads."""
-        from amp_fx.policies.saved import to_text
+        """Returns the text of a policy file."""
+        from amp_fx.policies.files import to_text
 
-        return to_text(self)
+        return to_text(self.to_dict())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles tables as plain dictionaries, because read-only views cannot be pickled."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return _restored, (FORMAT, {**fields, "tables": _plain(self.tables)})
+        return _restored, ({**fields, "tables": _plain(self.tables)},)
 
 
 def with_changes(table: Table, overrides: Iterable[OpOverride]) -> dict[str, CastPolicy]:
@@ -381,31 +351,15 @@ def _plain(tables: Mapping[str, Table]) -> dict[str, dict[str, CastPolicy]]:
     return {device: dict(table) for device, table in tables.items()}
 
 
-FORMAT = 1
-"""The version of pickled policies and policy files; increased if older ones would be misread."""
-
-
-def _restored(version: int, fields: dict[str, Any]) -> Policy:
-    """Restores a pickled policy.
-
-    Raises:
-        PolicyError: The policy was pickled by another version of amp_fx.
-    """
-    known = {field.name for field in dataclasses.fields(Policy)}
-    if version == FORMAT and known - {"float8"} <= set(fields) <= known:  # older pickles lack it
-        return Policy(**fields)
-    raise PolicyError(
-        f"this policy was pickled by another version of amp_fx (expected format {FORMAT}, got "
-        f"{version}): transfer it with Policy.save and Policy.load"
-    )
+def _restored(fields: dict[str, Any]) -> Policy:
+    return Policy(**fields)
 
 
 def as_policy(policy: object) -> Policy:
     """Converts a value to a policy.
 
     Args:
-        policy: A policy, the name of a preset, or the path (``*.toml``) or text of a policy file.
-            Files are not trusted (``Policy.load``).
+        policy: A policy, the name of a preset, or the path (``*.toml``) of a policy file.
 
     Raises:
         PolicyError: The value is none of these, or the file cannot be read.
@@ -413,18 +367,9 @@ def as_policy(policy: object) -> Policy:
     if isinstance(policy, os.PathLike):
         return Policy.load(policy)
     if isinstance(policy, str):
-        if "\n" in policy:
-            return Policy.loads(policy)
         return Policy.load(policy) if policy.endswith(".toml") else preset(policy)
-    if isinstance(policy, Policy) and {f.name for f in dataclasses.fields(Policy)} <= {
-        *vars(policy)
-    }:
+    if isinstance(policy, Policy):
         return policy
-    if type(policy).__name__ == Policy.__name__:
-        raise PolicyError(
-            f"the policy is a {type(policy)!r} of another version of amp_fx, or of a copy of it "
-            "that was imported before: transfer it with Policy.save and Policy.load"
-        )
     raise PolicyError(
         "expected policy to be an amp_fx.Policy, the name of a preset "
         f"({', '.join(preset_names())}), or the path of a policy file (*.toml), got {policy!r}"

@@ -32,7 +32,7 @@ def register_op(op: Any, policy: Treatment, args: Mapping[str, Treatment] | None
     """Registers the cast policy of a custom op for all devices, in eager and compiled code.
 
     The registration applies under ``torch.autocast`` and under every policy, like an entry of the
-    tables. Overrides of a policy for the op or its module, and rules, take precedence. Register an
+    tables. Overrides of a policy for the op or its module take precedence. Register an
     op once, next to its definition. If amp_fx has already warned about the op, all compiled code is
     recompiled.
 

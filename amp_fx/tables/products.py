@@ -18,8 +18,8 @@ PRODUCT_POLICIES: Mapping[CastPolicy, Collection[str]] = {
     CastPolicy.LOWER_PRECISION_WIDE: FLOAT32_PRODUCTS,
     CastPolicy.BFLOAT16X3: FLOAT32_PRODUCTS,
 }
-"""The ops that support each policy for products. If a module or a rule has such a policy, other ops
-follow the tables."""
+"""The ops that support each policy for products. If a module has such a policy, other ops follow
+the tables."""
 
 MODULE_PRESETS: Mapping[str, Mapping[str, CastPolicy]] = {
     "router": {r"re:(.*\.)?(router|gate)": CastPolicy.LOWER_PRECISION_WIDE},

@@ -93,7 +93,7 @@ def test_bits_of_native_and_near_eager(name: str, is_trained: bool, dtype: torch
     assert found.differing(native(name, dtype, is_trained)) == []
 
 
-@pytest.mark.parametrize("options", [{"raise_casts": True}, {"weight_cache": "training"}], ids=str)
+@pytest.mark.parametrize("options", [{"weight_cache": "training"}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("name", NETS)
 def test_bits_of_native_with(name: str, dtype: torch.dtype, options: dict[str, Any]) -> None:

@@ -169,12 +169,8 @@ def test_equal_calls_are_traced_once(
         (other @ weight).sum()
 
 
-@pytest.mark.parametrize("has_rule", [False, True])
-def test_policies_share_the_calls_on_which_they_agree(
-    has_rule: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a rule, a call is decided by the policy that it runs under."""
-    base = LOW_SUM.with_rule(_everything_as_it_is) if has_rule else LOW_SUM
+def test_policies_share_the_calls_on_which_they_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = LOW_SUM
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     traced: list[Any] = []
     decompose = policy_calls._decompose_call
@@ -198,11 +194,7 @@ def test_policies_share_the_calls_on_which_they_agree(
     traced.clear()
     assert dtypes(base.with_modules({"0": "fp32"})) == (f32, bf16)
     assert dtypes(base.with_modules({"1": {"linear": "fp32"}})) == (bf16, f32)
-    assert has_rule or len(traced) <= 4, "the wide layers, and what reads their results"
-
-
-def _everything_as_it_is(*_: Any) -> None:
-    """A rule that leaves each call to the rest of the policy."""
+    assert len(traced) <= 4, "the wide layers, and what reads their results"
 
 
 def test_a_call_under_another_state_is_another_call(args: tuple[torch.Tensor, ...]) -> None:
@@ -258,6 +250,10 @@ def test_what_is_banned_raises_each_time(args: tuple[torch.Tensor, ...]) -> None
             args[0].tanh()
 
 
+_WIDE = {f"aten::{name}": "fp32" for name in ("topk", "sort", "max", "svd", "meshgrid")}
+_EVERYTHING_WIDE = preset("torch").with_modules({"*": _WIDE})
+
+
 @pytest.mark.parametrize(
     ("op", "call"),
     [
@@ -272,16 +268,9 @@ def test_what_is_banned_raises_each_time(args: tuple[torch.Tensor, ...]) -> None
 )
 def test_results_have_the_class_that_the_call_returns(op: str, call: Any) -> None:
     x = torch.randn(4, 4)
-    with amp_fx.autocast("cpu", bf16, policy=preset("torch").with_rule(_everything_wide)):
+    with amp_fx.autocast("cpu", bf16, policy=_EVERYTHING_WIDE):
         found = call(x.bfloat16())
     assert type(found) is type(call(x)), op
-
-
-def _everything_wide(op: str, *_: Any) -> str | None:
-    return "fp32" if op.split(".")[0] in _WIDE else None
-
-
-_WIDE = {f"aten::{name}" for name in ("topk", "sort", "max", "svd", "meshgrid")}
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")

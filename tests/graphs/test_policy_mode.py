@@ -27,11 +27,6 @@ def x(rng: torch.Generator) -> torch.Tensor:
     return torch.randn(4, 4, generator=rng).requires_grad_()
 
 
-def no_opinion_anew() -> Any:
-    """A rule that is another function each time."""
-    return lambda *_: None
-
-
 def test_equal_policies_share_a_number() -> None:
     assert interned(WIDE) is interned(Policy("copy", WIDE.tables, WIDE.ops))
     assert number_of(interned(WIDE)) != number_of(interned(LOW))
@@ -39,8 +34,8 @@ def test_equal_policies_share_a_number() -> None:
 
 def test_a_region_keeps_no_policy_alive(x: torch.Tensor) -> None:
     found = []
-    for _ in range(3):
-        policy = Policy.default().with_rule(no_opinion_anew())
+    for index in range(3):
+        policy = Policy.default().with_modules({f"layer{index}": "fp32"})
         found.append(weakref.ref(policy))
         with amp_fx.autocast("cpu", policy=policy):
             assert ambient_policy() is policy
@@ -52,14 +47,8 @@ def test_a_region_keeps_no_policy_alive(x: torch.Tensor) -> None:
 
 def test_a_checkpoint_keeps_the_policy_of_its_forward(x: torch.Tensor) -> None:
     """Its region is over, and nothing else has the policy, when it is computed again."""
-    seen: list[str] = []
-
-    def rule(op: str, *_: Any) -> str | None:
-        seen.append(op)
-        return "fp32" if op == "aten::linear" else None
-
     linear = torch.nn.Linear(4, 4)
-    with amp_fx.autocast("cpu", policy=Policy.default().with_rule(rule)):
+    with amp_fx.autocast("cpu", policy=Policy.default().with_ops({"linear": "fp32"})):
         out = torch.utils.checkpoint.checkpoint(linear, x, use_reentrant=False)
     gc.collect()
     assert out is not None

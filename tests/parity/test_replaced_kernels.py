@@ -1,4 +1,4 @@
-"""A policy of modules or a rule replaces eager autocast's kernels, in all code of the process."""
+"""A policy of modules replaces eager autocast's kernels, in all code of the process."""
 
 from __future__ import annotations
 

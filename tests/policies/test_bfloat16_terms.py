@@ -126,8 +126,7 @@ WAYS: dict[str, Callable[[Policy], Policy]] = {
     "ops": lambda p: p.with_ops({"linear": X3}),
     "modules": lambda p: p.with_modules({nn.Linear: X3}),
     "args": lambda p: p.with_args("linear", {"input": X3, "weight": X3}),
-    "rule": lambda p: p.with_rule(lambda *_: X3),
-    "file": lambda p: Policy.loads(str(p.with_ops({"linear": X3}))),
+    "file": lambda p: Policy.from_dict(p.with_ops({"linear": X3}).to_dict()),
 }
 
 

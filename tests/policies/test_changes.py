@@ -1,4 +1,4 @@
-"""Overrides by op, module, argument and rule: exactly the ops that they mean, and the numbers."""
+"""Overrides by op, module and argument: exactly the ops that they mean, and the numbers."""
 
 from __future__ import annotations
 
@@ -147,14 +147,9 @@ def test_a_class_means_its_subclasses(net: Decoder, x: torch.Tensor) -> None:
     assert {d[1] for d in flipped(net, x, policy)} == {f"blocks.{i}.attn.scores" for i in (0, 1)}
 
 
-def by_size(op: str, _: str, shapes: Any, __: Any) -> str | None:
-    return "fp32" if op == "aten::matmul" and shapes[0][-1] == WIDTH else None
-
-
 SCORES = {
     "a module": DEFAULT.with_modules({"blocks.*.attn.scores": "fp32"}),
     "an op inside of a module": DEFAULT.with_modules({"blocks.*.attn.scores": {"matmul": "fp32"}}),
-    "a rule": DEFAULT.with_rule(by_size).with_ops({"softmax": "keep"}),
 }
 
 
@@ -215,22 +210,7 @@ def test_running_statistics_are_never_cast(x: torch.Tensor) -> None:
     assert net.running_mean.count_nonzero() == 4
 
 
-# By rule, and which wins.
-
-
-def test_a_rule_is_told_op_path_sizes_and_dtypes(net: Decoder, x: torch.Tensor) -> None:
-    seen = set()
-
-    def spy(op: str, path: str, shapes: Any, dtypes: Any) -> None:
-        seen.add((op, path, shapes, dtypes))
-
-    decisions_of(net, x, policy=DEFAULT.with_rule(spy))
-    weight, bias = (3 * WIDTH, WIDTH), (3 * WIDTH,)
-    assert (
-        ("aten::linear", "blocks.0.attn.qkv", ((2, 4, WIDTH), weight, bias), (bf16, f32, f32))
-    ) in seen
-    assert {path for _, path, *_ in seen} >= {"embed", "head", "blocks.1", "blocks.1.attn.scores"}
-    assert not any(op.startswith(("aten::transpose", "aten::chunk")) for op, *_ in seen)
+# Which wins.
 
 
 def winner(net: nn.Module, x: torch.Tensor, policy: Policy) -> Decided:
@@ -240,45 +220,13 @@ def winner(net: nn.Module, x: torch.Tensor, policy: Policy) -> Decided:
     )
 
 
-def test_rule_beats_module_beats_op_and_later_beats_earlier(net: Decoder, x: torch.Tensor) -> None:
-    def first(*_: Any) -> str:
-        return "promote"
-
-    def second(_: str, path: str, *__: Any) -> str | None:
-        return "keep" if path == "head" else None
-
-    policy = DEFAULT.with_rule(first).with_rule(second)
-    policy = policy.with_modules({"head": "fp32", nn.Linear: "promote"}).with_ops(
-        {"linear": "fp32"}
-    )
-    assert winner(net, x, policy).origin == "rule second"
-    assert winner(net, x, DEFAULT.with_rule(second).with_rule(first)).origin == "rule first"
-    no_rules = DEFAULT.with_modules({"head": "fp32", nn.Linear: "promote"})
-    decided = winner(net, x, no_rules.with_ops({"linear": "fp32"}))
+def test_module_beats_op_and_later_beats_earlier(net: Decoder, x: torch.Tensor) -> None:
+    policy = DEFAULT.with_modules({"head": "fp32", nn.Linear: "promote"})
+    decided = winner(net, x, policy.with_ops({"linear": "fp32"}))
     assert decided.origin == "module 'class:torch.nn.modules.linear.Linear'"
     assert decided.policy == "promote"
     assert winner(net, x, DEFAULT.with_ops({"linear": "fp32"})).origin == "op 'linear'"
     assert winner(net, x, DEFAULT).origin == "table"
-
-
-@pytest.mark.parametrize("way", ["bare", "eager"])
-def test_a_rule_that_raises_names_the_op(way: str, net: Decoder, x: torch.Tensor) -> None:
-    def broken(_: str, path: str, *__: Any) -> None:
-        if path == "blocks.0.attn":
-            raise KeyError("oops")
-
-    message = r"rule broken at op aten::matmul in module 'blocks.0.attn' raised KeyError: 'oops'"
-    with pytest.raises(Exception, match=re.escape(message)) as caught:
-        run(way, net, x, DEFAULT.with_rule(broken))
-    if way == "bare":
-        assert "matmul" in str(caught.value).split("node")[1]
-
-
-@pytest.mark.parametrize("answer", ["fp31", 3, torch.float64, "fp32_append_dtype"])
-def test_a_rule_that_returns_nonsense(answer: Any, net: Decoder, x: torch.Tensor) -> None:
-    policy = DEFAULT.with_rule(lambda *_: answer)
-    with pytest.raises(PolicyError, match=r"rule <lambda> at op aten::linear in module 'embed'"):
-        run("eager", net, x, policy)
 
 
 # By argument.
@@ -344,8 +292,6 @@ def test_an_argument_is_left_alone(rng: torch.Generator) -> None:
         (lambda p: p.with_modules({"a": {"view": "fp32"}}), "to public ops that return new"),
         (lambda p: p.with_modules({int: "fp32"}), "expected a subclass of torch.nn.Module"),
         (lambda p: p.with_modules({"re:(": "fp32"}), "is not a regular expression"),
-        (lambda p: p.with_rule("nowhere:f"), "cannot be imported"),
-        (lambda p: p.with_rule(3), r"expected a function rule\(.*\), got 3"),
         (
             lambda p: p.with_args("index_add", {"sorce": "fp32"}),
             "arguments self, index, source, got 'sorce'",
@@ -401,15 +347,11 @@ def test_a_pattern_that_fits_no_module_is_warned_of(net: Decoder, x: torch.Tenso
 # Copies, equality, pickles.
 
 
-def by_name(*_: Any) -> None:
-    """A rule that can be imported."""
-
-
 def everything() -> Policy:
     policy = Policy.default("cuda", torch.float16).with_ops({"softmax": "keep", "*mm": "fp32"})
     policy = policy.with_modules({"a.*": "fp32", Attention: "keep", re.compile("b+"): "promote"})
     policy = policy.with_modules({"c": {"mm": "fp32", "exp": "keep"}})
-    return policy.with_args("cat", {"tensors": "fp32"}).with_rule(by_name)
+    return policy.with_args("cat", {"tensors": "fp32"})
 
 
 def test_methods_give_copies() -> None:
@@ -425,23 +367,6 @@ def test_content_makes_equal() -> None:
     assert pickle.loads(pickle.dumps(everything())) == everything()
     assert copy.deepcopy(everything()) == everything()
     assert len({everything(), everything().with_ops({"exp": "fp32"}), DEFAULT}) == 3
-
-
-def test_a_pickle_of_another_version_says_so() -> None:
-    restore, (version, fields) = DEFAULT.__reduce__()
-    with pytest.raises(PolicyError, match="pickled by another version"):
-        restore(version + 1, fields)
-    with pytest.raises(PolicyError, match="pickled by another version"):
-        restore(version, {**fields, "more": 1})
-
-
-def test_a_policy_class_of_another_copy_says_so() -> None:
-    class Other:
-        pass
-
-    Other.__name__ = "Policy"
-    with pytest.raises(PolicyError, match="another version of amp_fx"):
-        as_policy(Other())
 
 
 def test_the_dtype_of_a_policy_is_that_of_its_regions(x: torch.Tensor) -> None:

@@ -174,6 +174,6 @@ def test_presets_have_their_names(name: str) -> None:
     policy = preset(name)
     assert policy.name == name
     assert repr(policy).startswith(f"Policy({name!r}, ")
-    assert Policy.loads(f'base = "{name}"') == Policy.loads(str(policy)) == policy
+    assert Policy.from_dict({"base": name}) == Policy.from_dict(policy.to_dict()) == policy
     changed = policy.with_modules({"norm": "fp32"})
-    assert Policy.loads(str(changed)) == changed
+    assert Policy.from_dict(changed.to_dict()) == changed
