@@ -31,7 +31,11 @@ from amp_fx.graphs.metadata import SITE, VALUE
 from amp_fx.graphs.values import tensors_in
 from amp_fx.passes.isolate_rows import mixes_packed_rows
 from amp_fx.stats import record
-from amp_fx.torch_private.aot_autograd import make_boxed_func, min_cut_rematerialization_partition
+from amp_fx.torch_private.aot_autograd import (
+    keep_saved,
+    make_boxed_func,
+    min_cut_rematerialization_partition,
+)
 from amp_fx.torch_private.fake_tensors import FakeTensor, unset_fake_temporarily
 from amp_fx.torch_private.inductor_passes import CustomPartitionerFn, get_hash_for_files
 from amp_fx.torch_private.tracing import TracingContext
@@ -46,7 +50,9 @@ from amp_fx.weights.split import (
     Split,
     cached_nodes,
     convolution_biases,
+    copy_returned_inputs,
     read_whole,
+    saved_inputs,
     split,
     weights_in,
 )
@@ -120,6 +126,8 @@ class Caching:
         """
 
         def compile_cached(gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+            if kwargs.get("is_backward"):
+                copy_returned_inputs(gm)
             record_output_strides(gm)  # before weights have other layouts
             is_inference = bool(kwargs.get("is_inference"))
             chosen = self._chosen_in(gm, kwargs)
@@ -323,6 +331,9 @@ class Caching:
         found = self._split_graph(gm, weights, kwargs)
         if found is None:
             return compile_graph(gm, inputs, **kwargs)
+        if not kwargs.get("is_inference"):
+            # AOTAutograd saw cached values as intermediates, which the backward may overwrite.
+            keep_saved(saved_inputs(gm, _num_returned(gm, kwargs)))
         values = gm.graph.find_nodes(op="placeholder")[len(found.passed) :]
         examples = [*(inputs[i] for i in found.passed), *map(VALUE.of, values)]
         if "static_input_idxs" in kwargs:

@@ -559,6 +559,44 @@ def escaping(gm: fx.GraphModule, num_returned: int) -> set[fx.Node]:
     return escaping_nodes
 
 
+def saved_inputs(gm: fx.GraphModule, num_returned: int) -> list[int]:
+    """Returns the positions of outputs that are saved for the backward and are views of inputs."""
+    outputs = gm.graph.output_node().args[0]
+    assert isinstance(outputs, (list, tuple))
+    return [
+        i
+        for i, output in enumerate(outputs)
+        if i >= num_returned
+        and isinstance(output, fx.Node)
+        and viewed_by(output).op == "placeholder"
+    ]
+
+
+def copy_returned_inputs(gm: fx.GraphModule) -> None:
+    """Copies the gradients of a backward graph that are tensors which the forward saved.
+
+    A caller may write to a gradient, and the saved tensor may be a cached value. A gradient of an
+    output that is passed on is not copied.
+    """
+    output = gm.graph.output_node()
+    gradients = set(_tangents(gm.graph))
+
+    def copied(node: fx.Node) -> fx.Node:
+        base = viewed_by(node)
+        if base.op != "placeholder" or base in gradients or not tensors_in(VALUE.get(node)):
+            return node
+        with gm.graph.inserting_before(output):
+            copy = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
+        VALUE.put(copy, VALUE.of(node).clone())
+        return copy
+
+    returned = {node: copied(node) for node in output.all_input_nodes}
+    if any(node is not copy for node, copy in returned.items()):
+        output.args = map_arg(output.args, returned.__getitem__)
+        gm.graph.lint()
+        gm.recompile()
+
+
 def written_inputs(gm: fx.GraphModule) -> set[fx.Node]:
     """Returns the placeholders that a graph writes, directly or through views."""
     written: set[fx.Node] = set()

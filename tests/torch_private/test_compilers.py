@@ -442,3 +442,25 @@ def test_lowerings_of_packed_convolutions_wrap_functions_that_promote_no_dtypes(
 def test_the_modules_of_dynamo_are_not_imported_with_amp_fx() -> None:
     code = "import sys, amp_fx; sys.exit('amp_fx.torch_private.dynamo' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_backward_overwrites_no_tensors_that_are_kept() -> None:
+    donated: list[list[int] | None] = []
+
+    def compile_inside(gm: fx.GraphModule, _: Any) -> Any:
+        context: Any = tracing.TracingContext.try_get()
+        donated.append(list(context.fw_metadata.bw_donated_idxs))
+        outputs: Any = gm.graph.output_node().args[0]
+        aot_autograd.keep_saved(range(len(outputs) - 1, len(outputs)))
+        donated.append(list(context.fw_metadata.bw_donated_idxs))
+        return aot_autograd.make_boxed_func(gm.forward)
+
+    backend = aot_autograd.aot_autograd(
+        fw_compiler=compile_inside,
+        bw_compiler=lambda gm, _: aot_autograd.make_boxed_func(gm.forward),
+        partition_fn=aot_autograd.min_cut_rematerialization_partition,
+    )
+    x = torch.ones(3, requires_grad=True)
+    compiled(lambda x: x.cumsum(0).cumprod(0).cumsum(0), backend, x)
+    assert donated[0]
+    assert donated[1] == donated[0][:-1]
