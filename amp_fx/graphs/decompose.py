@@ -38,7 +38,6 @@ from amp_fx.graphs.values import (
 )
 from amp_fx.policies.calls import qualified_name, reaches_autocast, restore_results
 from amp_fx.policies.float32_products import (
-    FLOAT32_POLICIES,
     FLOAT32_PRODUCT,
     can_give_float32,
     run_with_float32_result,
@@ -89,7 +88,7 @@ class OpDecision:
     @property
     def node_op(self) -> str:
         """Qualified name of the op that the graph contains."""
-        return FLOAT32_PRODUCT if self.policy in FLOAT32_POLICIES else self.op
+        return FLOAT32_PRODUCT if self.policy is CastPolicy.LOWER_PRECISION_WIDE else self.op
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,8 +314,9 @@ class _PolicyTable:
             name, policy, origin = qualified_name(op), decision.policy, decision.origin
             is_float8 |= policy is CastPolicy.FLOAT8
             self.decisions.append(OpDecision(name, device_type, policy, origin))
-            if policy in FLOAT32_POLICIES and can_give_float32(call, device_type):
-                return self._with_float32_result(call, policy, low_dtype)
+            is_wide = policy is CastPolicy.LOWER_PRECISION_WIDE
+            if is_wide and can_give_float32(call, device_type):
+                return self._with_float32_result(call, low_dtype)
             call, restored = decision.apply(call, device_type, low_dtype)
             restored_dtype = restored_dtype or restored
         if call[1] is not args or call[0] is not op or is_float8:
@@ -330,12 +330,10 @@ class _PolicyTable:
             return restore_results(result, restored_dtype)
         return NotImplemented if has_policy else self._decompose(op, args, kwargs)
 
-    def _with_float32_result(
-        self, call: Call, policy: CastPolicy, low_dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _with_float32_result(self, call: Call, low_dtype: torch.dtype) -> torch.Tensor:
         self.num_changed += 1
         with self._replacing():
-            return run_with_float32_result(call, policy, low_dtype)
+            return run_with_float32_result(call, low_dtype)
 
     @contextlib.contextmanager
     def _replacing(self) -> Iterator[None]:

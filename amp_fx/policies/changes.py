@@ -96,7 +96,6 @@ MODULE_POLICIES = (
     CastPolicy.DEMOTE,
     CastPolicy.FLOAT8,
     CastPolicy.LOWER_PRECISION_WIDE,
-    CastPolicy.BFLOAT16X3,
 )
 """Policies that can apply to all ops of a module. Others require arguments that few ops have."""
 

@@ -1,15 +1,12 @@
 """Computes products of low-precision factors with float32 results, forward and backward.
 
 Routers of mixtures of experts and output heads need results that are not rounded. CUDA and XPU have
-kernels for such products (``out_dtype`` of ``torch.mm``). A factor is one low-precision tensor
-(``lower_precision_wide``) or a sum of bfloat16 tensors (``bfloat16x3``, ``product_of_terms``). On
-the CPU, which has no such kernels, a float32 product is computed: of rounded factors, or of the
-factors themselves, to which the terms add up exactly.
+kernels for such products (``out_dtype`` of ``torch.mm``). The CPU has none, and computes a float32
+product of rounded factors.
 """
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +14,6 @@ import torch
 from amp_fx.dtypes import is_dtensor
 from amp_fx.policies.calls import bind, is_eligible, qualified_name
 from amp_fx.policies.rounding import round_to, rounded
-from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.float8 import PRODUCTS
 from amp_fx.torch_private.autocast import DisableAutocast
 from amp_fx.torch_private.autograd import (
@@ -36,35 +32,23 @@ if TYPE_CHECKING:
 FLOAT32_PRODUCT = "amp_fx::float32_product"
 """The qualified name of the op in graphs."""
 
-FLOAT32_POLICIES = (CastPolicy.LOWER_PRECISION_WIDE, CastPolicy.BFLOAT16X3)
-"""Policies of products with float32 results."""
-
 WITH_OUT_DTYPE = ("cuda", "xpu")
 """Device types with kernels for ``out_dtype`` of ``torch.mm``."""
 
-_MAX_TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
-"""The number of bfloat16 terms that represent every number of a dtype."""
-
-_SCALES = (1.0, 2.0**-8, 2.0**-17)
-_SMALLEST = 2.0**-133
-"""The smallest positive number of bfloat16."""
-
 _library = torch.library.Library("amp_fx", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
-    "float32_product(Tensor self, Tensor mat2, ScalarType? low_dtype) -> Tensor"
+    "float32_product(Tensor self, Tensor mat2, ScalarType low_dtype) -> Tensor"
 )
 
 
 @torch.library.impl(_library, "float32_product", "CompositeImplicitAutograd")
-def _float32_product(
-    a: torch.Tensor, b: torch.Tensor, low_dtype: torch.dtype | None
-) -> torch.Tensor:
+def _float32_product(a: torch.Tensor, b: torch.Tensor, low_dtype: torch.dtype) -> torch.Tensor:
     """Multiplies two matrices, or two batches of matrices, with low-precision instructions.
 
     Args:
         a: Floating point, of shape ``[n, k]`` or ``[batch, n, k]``.
         b: Floating point, of shape ``[k, m]`` or ``[batch, k, m]``.
-        low_dtype: The dtype to which factors are rounded; None splits them into bfloat16 terms.
+        low_dtype: The dtype to which factors are rounded.
 
     Returns:
         float32, of shape ``[n, m]`` or ``[batch, n, m]``.
@@ -77,7 +61,7 @@ class _Float32Product(torch.autograd.Function):
     """Computes the products of the backward like that of the forward, with float32 results."""
 
     @staticmethod
-    def forward(a: torch.Tensor, b: torch.Tensor, low_dtype: torch.dtype | None) -> torch.Tensor:
+    def forward(a: torch.Tensor, b: torch.Tensor, low_dtype: torch.dtype) -> torch.Tensor:
         if are_transforms_active():  # outer transforms must differentiate the op as well
             op: Callable[..., torch.Tensor] = torch.ops.amp_fx.float32_product
             return below_transform(op, a, b, low_dtype)
@@ -110,84 +94,17 @@ class _Float32Product(torch.autograd.Function):
         return below_transform(sum, products)
 
 
-def _product(a: torch.Tensor, b: torch.Tensor, low_dtype: torch.dtype | None) -> torch.Tensor:
+def _product(a: torch.Tensor, b: torch.Tensor, low_dtype: torch.dtype) -> torch.Tensor:
     product = torch.mm if a.dim() == 2 else torch.bmm
     with DisableTorchFunction(), DisableAutocast():  # a backward may run in an autocast region
         if a.device.type not in WITH_OUT_DTYPE or is_dtensor(a) or is_dtensor(b):
             return product(_in_float32(a, low_dtype), _in_float32(b, low_dtype))
-        low_product = functools.partial(product, out_dtype=torch.float32)
-        if low_dtype is None:
-            return product_of_terms(a, b, low_product)
-        return low_product(a.to(low_dtype), b.to(low_dtype))
+        return product(a.to(low_dtype), b.to(low_dtype), out_dtype=torch.float32)
 
 
-def product_of_terms(
-    a: torch.Tensor, b: torch.Tensor, product: Callable[..., torch.Tensor]
-) -> torch.Tensor:
-    """Multiplies two factors through products of their bfloat16 terms.
-
-    Products of the terms ``i`` and ``j`` with ``i + j <= 2`` are computed. The other three are
-    smaller than the rounding error of float32. All products with one term of ``b``, the weight, are
-    one product with the stacked terms of ``a``, so that each term of ``b`` is read once.
-
-    Args:
-        a: Of shape ``[n, k]`` or ``[batch, n, k]``.
-        b: Of shape ``[k, m]`` or ``[batch, k, m]``.
-        product: Multiplies two bfloat16 tensors, with a float32 result.
-    """
-    left, right = terms(a), terms(b)
-    stacked = left[0] if len(left) == 1 else torch.cat(left, -2)
-    num_rows = a.shape[-2]
-    parts: list[tuple[int, torch.Tensor]] = []
-    for j, term in enumerate(right):
-        num_terms = min(len(left), len(_SCALES) - j)
-        products = product(stacked.narrow(-2, 0, num_terms * num_rows), term)
-        for i in range(num_terms):
-            part = products.narrow(-2, i * num_rows, num_rows)
-            parts.append((i + j, part * (_SCALES[i] * _SCALES[j])))
-    (_, largest), *rest = sorted(parts, key=lambda part: part[0])
-    if not rest:
-        return largest
-    small = functools.reduce(torch.add, [part for _, part in reversed(rest)])
-    # The smaller terms of infinite numbers are NaN.
-    total = torch.where(largest.isinf(), largest, largest + small)
-    return total * 2.0 ** sum(len(factor_terms) > 1 for factor_terms in (left, right))
-
-
-def terms(x: torch.Tensor) -> list[torch.Tensor]:
-    """Splits a matrix, or a batch of matrices, into bfloat16 tensors.
-
-    For every finite float32 number, also a subnormal one, this is exact::
-
-        x = 2 * (t0 + 2**-8 * t1 + 2**-17 * t2)
-
-    No product of terms is larger than the product of the factors, so that none overflows.
-
-    Returns:
-        ``[x]`` if ``x`` is bfloat16. Otherwise terms whose sum, scaled by ``_SCALES``, is exactly
-        half of ``x``.
-    """
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    num_terms = _MAX_TERMS[x.dtype]
-    if num_terms == 1:
-        return [x]
-    is_row, is_column = (statically_known_true(x.stride(dim) == 1) for dim in (-1, -2))
-    if is_column and not is_row:  # so that the backward reuses the terms of the weight
-        return [term.mT for term in terms(x.mT)]
-    x = x.to(torch.float32)
-    first = round_to(x * 0.5, torch.bfloat16)
-    # Keep the first term nonzero if x is, because infinity times zero is NaN.
-    first = torch.where(first == 0, x.sign() * _SMALLEST, first)
-    remainder = (x - first - first) * 2.0**7
-    second = round_to(remainder, torch.bfloat16)
-    split = first, second, (remainder - second) * 2.0**9
-    return [term.to(torch.bfloat16) for term in split[:num_terms]]
-
-
-def _in_float32(tensor: torch.Tensor, low_dtype: torch.dtype | None) -> torch.Tensor:
-    """Returns a tensor in float32, rounded to ``low_dtype`` unless it is None."""
-    if low_dtype is None or tensor.dtype == low_dtype:
+def _in_float32(tensor: torch.Tensor, low_dtype: torch.dtype) -> torch.Tensor:
+    """Returns a tensor in float32, rounded to ``low_dtype``."""
+    if tensor.dtype == low_dtype:
         return tensor.to(torch.float32)
     return round_to(tensor.to(torch.float32), low_dtype)
 
@@ -195,8 +112,6 @@ def _in_float32(tensor: torch.Tensor, low_dtype: torch.dtype | None) -> torch.Te
 _KERNELS = (
     _float32_product,
     _product,
-    product_of_terms,
-    terms,
     _in_float32,
     is_dtensor,
     round_to,
@@ -221,22 +136,20 @@ def can_give_float32(call: Call, device_type: str) -> bool:
     )
 
 
-def run_with_float32_result(call: Call, policy: CastPolicy, low_dtype: torch.dtype) -> torch.Tensor:
+def run_with_float32_result(call: Call, low_dtype: torch.dtype) -> torch.Tensor:
     """Computes a call of an op of ``tables.products.FLOAT32_PRODUCTS`` with a float32 result.
 
     The bias is not rounded, because it is not an operand of the product.
 
     Args:
         call: The call.
-        policy: ``LOWER_PRECISION_WIDE`` or ``BFLOAT16X3``.
         low_dtype: The low dtype of the region.
     """
     skip_frames_of(_Float32Product, *_KERNELS)
     operands, bound = PRODUCTS[qualified_name(call[0])], bind(*call)
     a, b, bias = bound[operands.input], bound[operands.weight], bound.get(operands.bias)
     b = b.mT if operands.has_rows_of_outputs and b.dim() > 1 else b
-    is_split = policy is CastPolicy.BFLOAT16X3
-    product: torch.Tensor = _any_dims(a, b, None if is_split else low_dtype)
+    product: torch.Tensor = _any_dims(a, b, low_dtype)
     if bias is None:
         return product
     alpha, beta = bound.get("alpha", 1), bound.get("beta", 1)
@@ -247,7 +160,7 @@ def run_with_float32_result(call: Call, policy: CastPolicy, low_dtype: torch.dty
     return product
 
 
-def _any_dims(a: torch.Tensor, b: torch.Tensor, low_dtype: torch.dtype | None) -> Any:
+def _any_dims(a: torch.Tensor, b: torch.Tensor, low_dtype: torch.dtype) -> Any:
     """Multiplies vectors, matrices and batches with the broadcasting of ``torch.matmul``."""
     is_row, is_column = a.dim() == 1, b.dim() == 1
     a = a.unsqueeze(0) if is_row else a
@@ -272,7 +185,7 @@ def _vmap(
     in_dims: tuple[int | None, ...],
     a: torch.Tensor,
     b: torch.Tensor,
-    low_dtype: torch.dtype | None,
+    low_dtype: torch.dtype,
 ) -> tuple[torch.Tensor, int]:
     a, b = (x if d is None else x.movedim(d, 0) for x, d in zip((a, b), in_dims[:2], strict=True))
     return _any_dims(a, b, low_dtype), 0

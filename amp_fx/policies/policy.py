@@ -254,7 +254,7 @@ class Policy:
                 subclasses. Submodules of a matching module match as well. The policy applies to all
                 ops that return new tensors (``lower_precision_fp``, ``fp32``, ``promote``,
                 ``keep``, ``same_as_input``), or to all products (``float8``,
-                ``lower_precision_wide``, ``bfloat16x3``). A mapping sets the policies of single ops
+                ``lower_precision_wide``). A mapping sets the policies of single ops
                 in the module, which are named as in ``with_ops``:
                 ``{"h.0.attn": {"matmul": "fp32"}}``.
 
@@ -272,8 +272,8 @@ class Policy:
             op: As in ``with_ops``.
             args: Cast policies by argument: ``"same_as:<another argument>"`` (the dtype of the
                 other argument after its cast), ``"fp32"``, ``"lower_precision_fp"`` or ``"keep"``.
-                Both operands of a product together also support ``"float8"``,
-                ``"lower_precision_wide"`` and ``"bfloat16x3"``.
+                Both operands of a product together also support ``"float8"`` and
+                ``"lower_precision_wide"``.
 
         Raises:
             PolicyError: The op has no such tensor argument, or the policy is not allowed.

@@ -14,8 +14,8 @@ class CastPolicy(enum.Enum):
 
     The names are those of ``at::autocast::CastPolicy`` in ``ATen/autocast_mode.h``. ``BANNED`` is
     the error that ``AutocastCUDA`` raises for ``binary_cross_entropy``. ``KEEP``,
-    ``SAME_AS_INPUT``, ``LOWER_PRECISION_IO``, ``DEMOTE``, ``FLOAT8``, ``LOWER_PRECISION_WIDE`` and
-    ``BFLOAT16X3`` are specific to amp_fx.
+    ``SAME_AS_INPUT``, ``LOWER_PRECISION_IO``, ``DEMOTE``, ``FLOAT8`` and ``LOWER_PRECISION_WIDE``
+    are specific to amp_fx.
     """
 
     LOWER_PRECISION_FP = "lower_precision_fp"
@@ -46,9 +46,6 @@ class CastPolicy(enum.Enum):
     LOWER_PRECISION_WIDE = "lower_precision_wide"
     """Compute products of inputs in the autocast dtype, accumulate in float32, and return float32.
     Other ops follow the tables."""
-    BFLOAT16X3 = "bfloat16x3"
-    """Split each input of a product into three bfloat16 terms, accumulate the products of the terms
-    in float32, and return float32. Other ops follow the tables."""
 
     def effect(self, low: str = "the autocast dtype") -> str:
         """Describes the effect on a call in a few words.
@@ -75,7 +72,6 @@ _EFFECTS = {
     CastPolicy.DEMOTE: "inputs of one shape go to {low} where one of them is",
     CastPolicy.FLOAT8: "a product with a weight runs in float8; others get inputs in {low}",
     CastPolicy.LOWER_PRECISION_WIDE: "a product of inputs in {low} gives float32",
-    CastPolicy.BFLOAT16X3: "a product of inputs split into three bfloat16 terms gives float32",
 }
 
 

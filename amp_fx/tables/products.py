@@ -16,7 +16,6 @@ FLOAT32_PRODUCTS = tuple(op for op in PRODUCTS if op != "aten::_grouped_mm")
 PRODUCT_POLICIES: Mapping[CastPolicy, Collection[str]] = {
     CastPolicy.FLOAT8: PRODUCTS,
     CastPolicy.LOWER_PRECISION_WIDE: FLOAT32_PRODUCTS,
-    CastPolicy.BFLOAT16X3: FLOAT32_PRODUCTS,
 }
 """The ops that support each policy for products. If a module has such a policy, other ops follow
 the tables."""

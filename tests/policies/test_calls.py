@@ -136,7 +136,6 @@ def test_every_policy_is_met_on_some_device() -> None:
         CastPolicy.DEMOTE,
         CastPolicy.FLOAT8,
         CastPolicy.LOWER_PRECISION_WIDE,
-        CastPolicy.BFLOAT16X3,
     }
     assert met == set(CastPolicy) - {CastPolicy.BANNED} - amp_fx_own
 

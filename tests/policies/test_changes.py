@@ -311,7 +311,7 @@ def test_an_argument_is_left_alone(rng: torch.Generator) -> None:
             "use torch.bmm for float32",
         ),
         (
-            lambda p: p.with_ops({"softmax": "bfloat16x3"}),
+            lambda p: p.with_ops({"softmax": "lower_precision_wide"}),
             "the supported products are aten::linear, aten::matmul",
         ),
         (lambda p: p.with_dtype(torch.float64), "expected dtype to be torch.bfloat16 or"),
