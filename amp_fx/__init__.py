@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from amp_fx.numerics.trace_diff import TraceDiff
     from amp_fx.numerics.verify import verify
     from amp_fx.numerics.verify_report import VerifyReport
-    from amp_fx.numerics.watching import watch
     from amp_fx.policies.policy import Policy, preset
     from amp_fx.regions.registered_ops import register_device, register_op
     from amp_fx.stored.entry import store_low
@@ -80,7 +79,6 @@ __all__ = [
     "store_low",
     "to_networkx",
     "verify",
-    "watch",
     "weight_cache",
 ]
 
@@ -121,7 +119,6 @@ _MODULES = {
     "store_low": "amp_fx.stored.entry",
     "to_networkx": "amp_fx.explanation.network",
     "verify": "amp_fx.numerics.verify",
-    "watch": "amp_fx.numerics.watching",
 }
 """Modules that define the public names, imported at the first use of a name.
 

@@ -1,1 +1,1 @@
-"""``amp_fx.accuracy``, ``amp_fx.search`` and ``amp_fx.watch``: which op hurts, and its repair."""
+"""``amp_fx.accuracy`` and ``amp_fx.search``: which op hurts, and its repair."""

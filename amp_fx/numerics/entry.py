@@ -206,19 +206,14 @@ def low_dtype_of(asked: Asked, device_type: str) -> torch.dtype:
 
 
 def examine(
-    step: Callable[..., Any],
-    asked: Asked,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    is_brief: bool = False,
+    step: Callable[..., Any], asked: Asked, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> AccuracyReport:
     """Returns the report on one call."""
     device_type = device_type_of(step, (args, kwargs), asked)
     dtype = low_dtype_of(asked, device_type)
     region = functools.partial(autocast, device_type, dtype, policy=asked.policy)
     with working(f"examining {name_of(step)} in {dtype_name(dtype)}"):
-        measured = run_step(caller_of(step), args, kwargs, asked, dtype, region, is_brief=is_brief)
+        measured = run_step(caller_of(step), args, kwargs, asked, dtype, region)
     if asked.modules is not None and not measured["nodes"]:
         raise AccuracyError(
             f"modules={asked.modules!r} matches no module in which an op runs in low precision"

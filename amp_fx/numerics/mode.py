@@ -111,7 +111,7 @@ class ShadowedCall:
 
     def _note_origin_of_infinity(self, result: torch.Tensor) -> None:
         """Records an op of the reference that makes infinite numbers from finite ones."""
-        if self.mode.is_brief or self.facts.is_empty or not self.tensors:
+        if self.facts.is_empty or not self.tensors:
             return
         with below_everything():
             total = float(result.sum())
@@ -422,12 +422,7 @@ class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
     """Runs a program together with its shadow."""
 
     def __init__(
-        self,
-        reference: torch.dtype,
-        guard: StateGuard,
-        modules: tuple[str, ...] | None = None,
-        *,
-        is_brief: bool = False,
+        self, reference: torch.dtype, guard: StateGuard, modules: tuple[str, ...] | None = None
     ) -> None:
         super().__init__(guard)
         self.shadows = Shadows(reference)
@@ -443,7 +438,6 @@ class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
         """Numbers of nodes of products in float8, each of which is measured as one op."""
         self.num_healed = 0
         self._modules = modules
-        self.is_brief = is_brief
 
     def run(
         self,

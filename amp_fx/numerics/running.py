@@ -217,8 +217,6 @@ def run_step(
     asked: Asked,
     dtype: torch.dtype,
     region: Callable[[], contextlib.AbstractContextManager[Any]],
-    *,
-    is_brief: bool = False,
 ) -> dict[str, Any]:
     """Runs a step with its shadow, and returns the measured fields of a report.
 
@@ -229,23 +227,19 @@ def run_step(
         asked: The arguments of ``accuracy``.
         dtype: The low dtype.
         region: Creates the region of mixed precision for the step.
-        is_brief: Omits the first run, without a shadow, to save its cost.
     """
     guard = guard_of(step)
     with undisturbed(guard) as rewind:
-        if not is_brief:
-            with region(), Recorder(guard).observing():
-                loss = loss_of(step(*args, **kwargs), asked.loss)
-            plain = None if loss is None else float(loss.detach())
-            guard.check_float32()
-            guard.restore()
-            rewind()
-        mode = Float8ShadowMode(asked.reference, guard, asked.modules, is_brief=is_brief)
+        with region(), Recorder(guard).observing():
+            loss = loss_of(step(*args, **kwargs), asked.loss)
+        plain = None if loss is None else float(loss.detach())
+        guard.check_float32()
+        guard.restore()
+        rewind()
+        mode = Float8ShadowMode(asked.reference, guard, asked.modules)
         fields = _shadow_run(mode, functools.partial(step, *args, **kwargs), asked, region)
     if dtype == torch.float16:
         fields["suggested_scale"] = _suggested_scale(mode.exponents, asked.scale)
-    if is_brief:
-        return fields
     if mode.num_healed:
         return {**fields, "loss": plain}
     return {**fields, "is_repeatable": str(plain) == str(fields["loss"])}  # a NaN equals itself
@@ -301,7 +295,7 @@ def _shadow_run(
                 "reference_loss": reference,
                 "loss_magnitude": magnitude,
             }
-        compared = floats if mode.is_brief else [plain]
+        compared = [plain]
     with below_everything():
         output_error = _output_error(mode, compared)
     gradients = _run_backward(mode, loss, floats, asked.scale)

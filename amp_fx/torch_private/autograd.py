@@ -29,7 +29,6 @@ is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 DispatchBelowAutograd = torch._C._AutoDispatchBelowAutograd
 current_autograd_node = torch._C._current_autograd_node
 neg_view = torch._neg_view
-preserve_version_counters = torch.autograd.grad_mode._unsafe_preserve_version_counter
 set_grad_enabled = torch._C._set_grad_enabled
 
 

@@ -10,11 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_fx.numerics.shadow import below_everything, facts_of, number_of
 from amp_fx.numerics.storages import address_of
-from amp_fx.torch_private.autograd import (
-    current_autograd_node,
-    latest_sequence_number,
-    preserve_version_counters,
-)
+from amp_fx.torch_private.autograd import current_autograd_node, latest_sequence_number
 
 aten = torch.ops.aten
 
@@ -78,14 +74,6 @@ def test_nothing_is_seen_from_below() -> None:
     with torch.autocast("cpu"), below_everything():
         y = x @ x
     assert (y.dtype, y.requires_grad) == (torch.float32, False)
-
-
-def test_a_write_that_is_taken_back_is_not_seen() -> None:
-    x = torch.zeros(3)
-    before = x._version
-    with preserve_version_counters((x,)):
-        x.add_(1)
-    assert x._version == before
 
 
 def test_facts_of_ops() -> None:
