@@ -11,7 +11,6 @@ import torch
 from amp_fx.commands.explain import load_with_inputs
 from amp_fx.drawing.draw import check_path, draw
 from amp_fx.errors import OptionError
-from amp_fx.numerics.dtype_choice import DtypeChoice
 from amp_fx.numerics.entry import accuracy
 from amp_fx.numerics.search import search
 from amp_fx.numerics.search_result import SearchResult
@@ -38,9 +37,8 @@ def run(args: argparse.Namespace) -> int:
     """
     _check(args)
     step, inputs = load_step(args)
-    dtype = tuple(args.dtype.split(",")) if "," in (args.dtype or "") else args.dtype
-    options: dict[str, Any] = {"dtype": dtype, "policy": args.policy, "scale": args.scale}
-    run: Callable[..., AccuracyReport | SearchResult | DtypeChoice]
+    options: dict[str, Any] = {"dtype": args.dtype, "policy": args.policy, "scale": args.scale}
+    run: Callable[..., AccuracyReport | SearchResult]
     if args.search is None:
         run = accuracy(step, modules=args.modules, **options)
     else:
@@ -58,17 +56,13 @@ def run(args: argparse.Namespace) -> int:
     return 1 if _report(result).suspects else 0
 
 
-def _report(result: AccuracyReport | SearchResult | DtypeChoice) -> AccuracyReport:
-    if isinstance(result, DtypeChoice):
-        return result.after
+def _report(result: AccuracyReport | SearchResult) -> AccuracyReport:
     return result.report if isinstance(result, SearchResult) else result
 
 
 def _check(args: argparse.Namespace) -> None:
     if args.draw is not None:
         check_path(args.draw)
-    if "," in (args.dtype or "") and args.search is not None:
-        raise OptionError(f"--search requires a single dtype, got {args.dtype}")
     if args.save is None:
         return
     if args.search is None:

@@ -142,10 +142,7 @@ def add_accuracy(subparsers: Subparsers) -> None:
         description="Runs a step in low precision with a float32 shadow, forward and backward.",
     )
     _add_step(parser)
-    parser.add_argument(
-        "--dtype",
-        help="bfloat16 or float16 (default: autocast's), or float16,bfloat16 to compare both",
-    )
+    parser.add_argument("--dtype", help="bfloat16 or float16; default: autocast's")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of the loss")
     parser.add_argument("--modules", action="append", help="only measure these modules: 'h.3.*'")
     parser.add_argument("--draw", metavar="PATH", help=f"write a picture: {PICTURES}")

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import sys
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,7 +15,6 @@ from amp_fx.eager.region import autocast
 from amp_fx.errors import AccuracyError, OptionError
 from amp_fx.explanation.running import leaf_tensors
 from amp_fx.front.settings import policy_for, unwrap
-from amp_fx.numerics.dtype_choice import DtypeChoice
 from amp_fx.numerics.report import AccuracyReport
 from amp_fx.numerics.running import caller_of, run_step
 from amp_fx.numerics.state import check_has_data
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 REFERENCES = (torch.float32, torch.float64)
 
 
-@overload
+@takes_inputs_later
 def accuracy(
     step: Callable[..., Any],
     *,
@@ -42,33 +41,7 @@ def accuracy(
     scale: float = 1.0,
     loss: Callable[[Any], Any] | None = None,
     modules: str | Iterable[str] | None = None,
-) -> Callable[..., AccuracyReport]: ...
-
-
-@overload
-def accuracy(
-    step: Callable[..., Any],
-    *,
-    dtype: tuple[torch.dtype | str, torch.dtype | str],
-    policy: Policy | str | os.PathLike[str] | None = None,
-    reference: torch.dtype | str = "float32",
-    scale: float = 1.0,
-    loss: Callable[[Any], Any] | None = None,
-    modules: str | Iterable[str] | None = None,
-) -> Callable[..., DtypeChoice]: ...
-
-
-@takes_inputs_later
-def accuracy(
-    step: Callable[..., Any],
-    *,
-    dtype: torch.dtype | str | tuple[torch.dtype | str, torch.dtype | str] | None = None,
-    policy: Policy | str | os.PathLike[str] | None = None,
-    reference: torch.dtype | str = "float32",
-    scale: float = 1.0,
-    loss: Callable[[Any], Any] | None = None,
-    modules: str | Iterable[str] | None = None,
-) -> Callable[..., AccuracyReport | DtypeChoice]:
+) -> Callable[..., AccuracyReport]:
     """Finds the ops whose low precision hurts a step, and measures their errors.
 
     ``amp_fx.accuracy(step)(x, y)`` runs one forward and backward in mixed precision, eagerly, and
@@ -85,9 +58,7 @@ def accuracy(
             loss; else effects are those on all outputs, in a random direction. A step may call
             ``backward`` itself. Compiled code runs eagerly, with the settings of
             ``amp_fx.compile``.
-        dtype: The low dtype; by default autocast's for the device type. For two dtypes, as in
-            ``("float16", "bfloat16")``, the result is a ``DtypeChoice`` with both reports, and a
-            ``verdict`` on moving from the first to the second.
+        dtype: The low dtype; by default autocast's for the device type.
         policy: A ``Policy``, the name of a preset or the path of a policy file; by default that
             of the ambient region, else PyTorch's.
         reference: ``"float32"``: the program without autocast; or ``"float64"``, which also shows
@@ -112,22 +83,13 @@ def accuracy(
         "loss": loss,
         "modules": None if modules is None else patterns_of("modules", modules),
     }
-    dtypes = _both_dtypes(dtype) if isinstance(dtype, tuple) else (dtype,)
-    several = [asked_for(step, "amp_fx.accuracy", one, policy, **others) for one in dtypes]
+    target, asked = asked_for(step, "amp_fx.accuracy", dtype, policy, **others)
 
-    @functools.wraps(several[0][0], assigned=("__doc__",), updated=())
-    def accuracy_call(*args: Any, **kwargs: Any) -> AccuracyReport | DtypeChoice:
-        reports = [examine(target, asked, args, kwargs) for target, asked in several]
-        return DtypeChoice(*reports) if len(reports) > 1 else reports[0]
+    @functools.wraps(target, assigned=("__doc__",), updated=())
+    def accuracy_call(*args: Any, **kwargs: Any) -> AccuracyReport:
+        return examine(target, asked, args, kwargs)
 
     return accuracy_call
-
-
-def _both_dtypes(dtypes: tuple[Any, ...]) -> tuple[torch.dtype, torch.dtype]:
-    found = [to_dtype("dtype", dtype) for dtype in dtypes]
-    if len(found) != 2 or None in found or found[0] == found[1]:
-        raise OptionError(f"dtype={dtypes!r}: give one low dtype, or two different ones")
-    return found[0], found[1]
 
 
 @dataclasses.dataclass(frozen=True)
