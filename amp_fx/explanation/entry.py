@@ -31,9 +31,11 @@ from amp_fx.explanation.running import (
 )
 from amp_fx.explanation.table import bare_op
 from amp_fx.exporting.entry import export
-from amp_fx.exporting.program import WEIGHTS, copied_graph, notes_of, restore_notes
+from amp_fx.exporting.program import REGION, WEIGHTS, copied_graph
 from amp_fx.front.settings import NOT_COMPILED, RegionSettings, policy_for, unwrap
-from amp_fx.graphs.metadata import CAST
+from amp_fx.graphs.bodies import graphs_in
+from amp_fx.graphs.decompose import Site
+from amp_fx.graphs.metadata import CAST, SITE, STORED_LOW
 from amp_fx.graphs.places import module_types
 from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured
@@ -65,12 +67,14 @@ def explain_program(
     policy: Policy | str | None = None,
 ) -> Explanation:
     """Explains a program of ``amp_fx.export``; exports other programs with it first."""
-    if notes_of(program) is None:
+    if REGION not in program.graph_module.meta:
         program = export(program, dtype=dtype, policy="torch" if policy is None else policy)
-    notes = notes_of(program)
-    assert notes is not None
-    gm = copied_graph(program)
-    state = restore_notes(gm)
+    region = program.graph_module.meta[REGION]
+    gm, state = copied_graph(program), region.state
+    for graph in graphs_in(gm):
+        for node in graph.nodes:
+            if not SITE.is_on(node):
+                SITE.put(node, Site(state, is_grad_enabled=False))
     _name_weights(gm, program)
     remember_captured(gm.graph)
     reader = GraphReader(gm, state, NO_FRAME, meter=FlopMeter(detect_fake_mode(gm.graph)))
@@ -87,12 +91,12 @@ def explain_program(
         stage="forward",
         autocast=region_names(state),
         nodes=nodes,
-        casts=(*casts, *_stored(gm, reader, notes["stored_low"])),
+        casts=(*casts, *_stored(gm, reader)),
         islands=islands_in(nodes),
         modules=tuple(types.items()),
     )
     name = types.get("") or "exported program"
-    return Explanation(name, notes["policy"], low, device, False, (record,))
+    return Explanation(name, region.policy.name, low, device, False, (record,))
 
 
 def _name_weights(gm: fx.GraphModule, program: ExportedProgram) -> None:
@@ -108,12 +112,12 @@ def _name_weights(gm: fx.GraphModule, program: ExportedProgram) -> None:
             node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
 
 
-def _stored(gm: fx.GraphModule, reader: GraphReader, stored: dict[str, Any]) -> list[CastRecord]:
+def _stored(gm: fx.GraphModule, reader: GraphReader) -> list[CastRecord]:
     """Returns records of the casts that were removed because their weights are stored low."""
     casts = []
     for node in gm.graph.find_nodes(op="placeholder"):
         value = recorded_value(node)
-        for index in range(stored.get(node.name, 0)):
+        for index in range(STORED_LOW.get(node) or 0):
             dtype = dtype_name(value.dtype)
             cast = CastRecord(
                 name=f"{node.name}_{dtype}_{index}" if index else f"{node.name}_{dtype}",

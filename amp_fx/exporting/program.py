@@ -1,8 +1,4 @@
-"""Weights, graphs and notes of exported programs.
-
-Notes contain the reason for each op's dtype. They are stored in the metadata of nodes under the key
-``custom``, which ``torch.export.save`` writes as JSON.
-"""
+"""Weights and graphs of exported programs."""
 
 from __future__ import annotations
 
@@ -14,127 +10,31 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
-from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.bodies import copy_graph_module, graphs_in
-from amp_fx.graphs.casts import Cast, inserted_cast
-from amp_fx.graphs.decompose import OpDecision, Site
-from amp_fx.graphs.metadata import (
-    CAPTURED,
-    CAST,
-    DECISIONS,
-    EXAMPLE_VALUE,
-    HAS_REWRITTEN_BODIES,
-    ISLAND,
-    RANGE_NOTE,
-    SITE,
-    STORED_LOW,
-    VERSION,
-)
+from amp_fx.graphs.metadata import CAPTURED, EXAMPLE_VALUE, HAS_REWRITTEN_BODIES, ISLAND, VERSION
 from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import storage_id, value_of
-from amp_fx.regions.state import AutocastState
-from amp_fx.tables.cast_policy import CastPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from torch.export.graph_signature import ExportGraphSignature
 
-    from amp_fx.policies.policy import Policy
 
-CUSTOM = "custom"
-KEY = "amp_fx"
+REGION = "amp_fx_region"
+"""Key of the metadata of a rewritten graph with the ``ExportRegion`` around the program."""
 
-_PASS_KEYS = (
-    CAPTURED,
-    CAST,
-    DECISIONS,
-    EXAMPLE_VALUE,
-    HAS_REWRITTEN_BODIES,
-    ISLAND,
-    RANGE_NOTE,
-    SITE,
-    STORED_LOW,
-    VERSION,
-)
-
-
-def note_rewrite(gm: fx.GraphModule, policy: Policy, state: AutocastState) -> None:
-    """Writes notes on a rewritten graph, which ``restore_notes`` reads."""
-    stored = {n.name: STORED_LOW.of(n) for n in gm.graph.nodes if STORED_LOW.is_on(n)}
-    notes = {"policy": policy.name, "region": _region(state), "stored_low": stored}
-    gm.meta[CUSTOM] = {**(gm.meta.get(CUSTOM) or {}), KEY: notes}
-    for node in _nodes(gm):
-        note = _note(node, state)
-        if note:
-            node.meta[CUSTOM] = {**(node.meta.get(CUSTOM) or {}), KEY: note}
+_TRANSIENT = (CAPTURED, EXAMPLE_VALUE, HAS_REWRITTEN_BODIES, ISLAND, VERSION)
+"""Metadata that only passes read. ``amp_fx.explain`` reads the rest; files contain none of it."""
 
 
 def clean(gm: fx.GraphModule) -> None:
-    """Removes the metadata of passes, and outdated metadata of torch."""
-    for node in _nodes(gm):
-        for key in _PASS_KEYS:
-            node.meta.pop(key.name, None)
-        node.meta.pop("tensor_meta", None)
-
-
-def notes_of(program: ExportedProgram) -> dict[str, Any] | None:
-    """Returns the notes of ``note_rewrite``; None if amp_fx has not rewritten the program."""
-    notes: dict[str, Any] | None = (program.graph_module.meta.get(CUSTOM) or {}).get(KEY)
-    return notes
-
-
-def restore_notes(gm: fx.GraphModule) -> AutocastState:
-    """Restores the metadata of passes from the notes of a program.
-
-    Returns:
-        The autocast state at the start of the program.
-    """
-    notes = gm.meta[CUSTOM][KEY]
-    for node in _nodes(gm):
-        note = (node.meta.get(CUSTOM) or {}).get(KEY) or {}
-        state = _state(note.get("region", notes["region"]))
-        SITE.put(node, Site(state, is_grad_enabled=False))
-        if "cast" in note:
-            old, new, reason = note["cast"]
-            CAST.put(node, Cast(getattr(torch, old), getattr(torch, new), None, reason))
-        if "decisions" in note:
-            decisions = (OpDecision(o, d, CastPolicy(p), w) for o, d, p, w in note["decisions"])
-            DECISIONS.put(node, tuple(decisions))
-        if "range_guard" in note:
-            RANGE_NOTE.put(node, note["range_guard"])
-    return _state(notes["region"])
-
-
-def _nodes(gm: fx.GraphModule) -> list[fx.Node]:
-    return [node for graph in graphs_in(gm) for node in graph.nodes]
-
-
-def _note(node: fx.Node, start: AutocastState) -> dict[str, Any]:
-    note: dict[str, Any] = {}
-    cast = inserted_cast(node)
-    if cast is not None:
-        note["cast"] = [dtype_name(cast.source_dtype), dtype_name(cast.dtype), cast.reason]
-    decisions = DECISIONS.get(node) or ()
-    if decisions:
-        note["decisions"] = [[d.op, d.device_type, d.policy.value, d.origin] for d in decisions]
-    if RANGE_NOTE.is_on(node):
-        note["range_guard"] = RANGE_NOTE.of(node)
-    site = SITE.get(node)
-    if site is not None and site.state != start:
-        note["region"] = _region(site.state)
-    return note
-
-
-def _region(state: AutocastState) -> dict[str, str]:
-    return {device: dtype_name(state.low_dtype(device)) for device in state.enabled}
-
-
-def _state(region: dict[str, str]) -> AutocastState:
-    state = AutocastState.ambient().turned_off()
-    for device, name in region.items():
-        state = state.turned(device, enabled=True, dtype=getattr(torch, name))
-    return state
+    """Removes the metadata that only passes read, and outdated metadata of torch."""
+    for graph in graphs_in(gm):
+        for node in graph.nodes:
+            for key in _TRANSIENT:
+                node.meta.pop(key.name, None)
+            node.meta.pop("tensor_meta", None)
 
 
 WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)

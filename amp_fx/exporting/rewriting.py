@@ -12,11 +12,11 @@ from torch import fx
 from amp_fx.backend.pipeline import run_passes, with_added
 from amp_fx.errors import UnsupportedError
 from amp_fx.exporting.program import (
+    REGION,
     WRITES,
     clean,
     copied_graph,
     groups_by_storage,
-    note_rewrite,
     outputs_of,
     tensors_by_input,
     with_graph,
@@ -230,7 +230,7 @@ def rewrite_program(
     if observer is not None:
         observer.rewritten(reports)
     written |= {node.name for node in gm.graph.find_nodes(op="placeholder") if is_written(node)}
-    note_rewrite(gm, region.policy, region.state)
+    gm.meta[REGION] = region
     clean(gm)
     return with_graph(program, gm, written)
 
