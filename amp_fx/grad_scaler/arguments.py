@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -25,15 +25,39 @@ def scale(value: Any, name: str) -> float:
     return number
 
 
-def limits(min_scale: Any, max_scale: Any, hysteresis: Any) -> tuple[float, float, int]:
-    """Checks the limits of the scale and the hysteresis; ``max_scale`` may be None."""
+def limits(min_scale: Any, max_scale: Any, init_scale: float) -> tuple[float, float]:
+    """Checks the limits of the scale, which the initial scale is between."""
     lowest = scale(min_scale, "min_scale")
     highest = math.inf if max_scale in (None, math.inf) else scale(max_scale, "max_scale")
     if highest < lowest:
         raise ScalerValueError(f"max_scale must be at least min_scale, {lowest}; got {highest}.")
-    if type(hysteresis) is not int or hysteresis < 1:
-        raise ScalerValueError(f"hysteresis must be an integer of at least 1; got {hysteresis!r}.")
-    return lowest, highest, hysteresis
+    if not lowest <= init_scale <= highest:
+        raise ScalerValueError(
+            f"init_scale must be between min_scale, {lowest}, and max_scale, {highest}; got "
+            f"{init_scale}."
+        )
+    return lowest, highest
+
+
+def growth_factor(value: Any) -> float:
+    """Checks the factor by which the scale grows."""
+    if not 1.0 < _number(value) < math.inf:
+        raise ScalerValueError(f"The growth factor must be > 1.0, and finite; got {value!r}.")
+    return _number(value)
+
+
+def backoff_factor(value: Any) -> float:
+    """Checks the factor by which the scale shrinks."""
+    if not 0.0 < _number(value) < 1.0:
+        raise ScalerValueError(f"The backoff factor must be < 1.0, and > 0.0; got {value!r}.")
+    return _number(value)
+
+
+def count(value: Any, name: str, least: int = 1) -> int:
+    """Checks a number of updates."""
+    if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+        raise ScalerValueError(f"{name} must be an integer of at least {least}; got {value!r}.")
+    return int(value)
 
 
 def clipping(max_norm: Any, norm_type: Any) -> tuple[float, float]:

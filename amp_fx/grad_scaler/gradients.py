@@ -42,6 +42,11 @@ def grads_of(params: Iterable[Tensor]) -> list[Tensor]:
     return [grad for param in params if (grad := param.grad) is not None]
 
 
+def has_nonzero_grads(params: Iterable[Tensor]) -> bool:
+    """Returns False if no parameter has a gradient, or all gradients are zero."""
+    return any(bool(part_of(dense(grad)).any()) for grad in grads_of(params))
+
+
 def dense(grad: Tensor) -> Tensor:
     """Returns the values of a sparse gradient, without a copy; other gradients unchanged."""
     return grad._values() if grad.is_sparse else grad

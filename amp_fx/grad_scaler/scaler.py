@@ -11,7 +11,15 @@ from torch.amp.grad_scaler import OptState
 from amp_fx.errors import Float16GradientError, ScalerStateDictError, ScalerStateError
 from amp_fx.grad_scaler import arguments
 from amp_fx.grad_scaler.compiled_step import PlainStep
-from amp_fx.grad_scaler.gradients import clip_, grouped_grads, moved, params_of, unscale_
+from amp_fx.grad_scaler.gradients import (
+    clip_,
+    grads_of,
+    grouped_grads,
+    has_nonzero_grads,
+    moved,
+    params_of,
+    unscale_,
+)
 from amp_fx.grad_scaler.reports import ParameterNames, StepReport, count_overflows, listing
 from amp_fx.grad_scaler.scale_bound import ScaleBound
 from amp_fx.grad_scaler.scale_update import ScaleState, updated
@@ -50,6 +58,8 @@ class GradScaler(torch.amp.GradScaler):
     * The scale does not shrink below `min_scale`; torch's scale may reach 0.
     * Detects gradients that overflow when they are unscaled by a scale below 1.
     * A step without gradients calls the optimizer and does not change the scale; torch's asserts.
+    * Recovers if an iteration ends between `unscale_` and `update`, such as by an exception. With
+      torch's, each later `unscale_` raises, and a `step` may apply gradients that are still scaled.
     * `step` raises an error if a closure is passed by position; torch's runs the closure.
     * Supports bfloat16 and complex gradients on every device, and plain gradients together with
       DTensors.
@@ -60,16 +70,18 @@ class GradScaler(torch.amp.GradScaler):
             scaler warns and disables itself.
         init_scale: The initial scale.
         growth_factor: Factor by which the scale grows after `growth_interval` consecutive updates
-            without overflow; above 1.
-        backoff_factor: Factor by which the scale shrinks after an overflow; below 1.
-        growth_interval: Number of consecutive updates without overflow before the scale grows.
+            without overflow; above 1 and finite.
+        backoff_factor: Factor by which the scale shrinks after an overflow; between 0 and 1.
+        growth_interval: Number of consecutive updates without overflow before the scale grows; at
+            least 1.
         enabled: If False, the scaler only steps optimizers.
         named_parameters: Pairs of name and parameter for reports. Not needed for optimizers that
             were constructed with named parameters.
         allow_fp16: Whether gradients may be float16.
-        min_scale: Lower limit of the scale. A lower scale can be set but does not shrink further.
-        max_scale: Upper limit of the scale, or None. A higher scale can be set but does not grow
-            further.
+        min_scale: Lower limit of the scale; at most `init_scale`. A lower scale can be set by
+            `update` or loaded, but does not shrink further.
+        max_scale: Upper limit of the scale, or None; at least `init_scale`. A higher scale can be
+            set by `update` or loaded, but does not grow further.
         hysteresis: The scale backs off from this consecutive update with an overflow on. Steps
             are skipped after every overflow.
 
@@ -95,17 +107,18 @@ class GradScaler(torch.amp.GradScaler):
         max_scale: float | None = None,
         hysteresis: int = 1,
     ) -> None:
+        initial = arguments.scale(init_scale, "init_scale")
+        self._min_scale, self._max_scale = arguments.limits(min_scale, max_scale, initial)
+        self._hysteresis = arguments.count(hysteresis, "hysteresis")
+        self._allow_fp16 = allow_fp16
         super().__init__(
             torch.device(device).type,
-            arguments.scale(init_scale, "init_scale"),
-            growth_factor,
-            backoff_factor,
-            growth_interval,
+            initial,
+            arguments.growth_factor(growth_factor),
+            arguments.backoff_factor(backoff_factor),
+            arguments.count(growth_interval, "growth_interval"),
             enabled,
         )
-        self._allow_fp16 = allow_fp16
-        limits = arguments.limits(min_scale, max_scale, hysteresis)
-        self._min_scale, self._max_scale, self._hysteresis = limits
         self._init_num_overflows = 0
         self._num_overflows: Tensor | None = None
         self._start()
@@ -117,6 +130,7 @@ class GradScaler(torch.amp.GradScaler):
         self._bound = ScaleBound(vars(self).get("_init_scale", 1.0))  # unset if disabled
         self._names = ParameterNames()
         self._reports: list[StepReport] = []
+        self._unfinished: list[dict[str, Any]] = []
         self._is_updated_by_step = False
 
     def __repr__(self) -> str:
@@ -150,7 +164,30 @@ class GradScaler(torch.amp.GradScaler):
         for report in self._reports:
             report.close()
         self._reports.clear()
+        for state in self._per_optimizer_states.values():
+            _find_unfinished(state)
         return cast("Outputs", tree_map(super().scale, outputs))
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divides gradients by the scale; `step` does so if this was not called.
+
+        Args:
+            optimizer: The optimizer whose gradients to unscale, once per optimizer and update.
+
+        Raises:
+            ScalerStateError: The gradients were unscaled or stepped since the last `update`. If
+                they were cleared since then, the scaler starts a new iteration.
+        """
+        if self._enabled:
+            stage = self._per_optimizer_states.get(id(optimizer), {}).get("stage")
+            if stage is OptState.UNSCALED:
+                raise self._order_error(
+                    optimizer,
+                    "unscale_() has already been called on this optimizer since the last update().",
+                )
+            if stage is OptState.STEPPED:
+                raise self._order_error(optimizer, "unscale_() is being called after step().")
+        super().unscale_(optimizer)
 
     def unscale_and_clip_(
         self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0
@@ -192,24 +229,42 @@ class GradScaler(torch.amp.GradScaler):
             The result of the optimizer's step; None if the step was skipped.
 
         Raises:
-            RuntimeError: A closure was passed.
+            ScalerStateError: A closure was passed; or the optimizer was stepped since the last
+                `update`.
         """
         if not self._enabled:
             return optimizer.step(*args, **kwargs)
-        if any(map(callable, args)):
+        if "closure" in kwargs or any(map(callable, args)):
             raise ScalerStateError(
                 "Closure use is not currently supported if GradScaler is enabled."
             )
+        state = self._per_optimizer_states.get(id(optimizer), {})
+        if state.get("stage") is OptState.STEPPED:
+            raise self._order_error(
+                optimizer, "step() has already been called since the last update()."
+            )
+        if state.get("is_unfinished"):
+            self._drop_unfinished(optimizer)  # otherwise the new gradients would remain scaled
+        if state.get("is_mixed"):
+            raise self._order_error(
+                optimizer,
+                "An exception interrupted step() after it unscaled the gradients, and backward() "
+                "has added scaled gradients to them: clear the gradients.",
+            )
+        is_unscaled = state.get("stage") is OptState.UNSCALED and not state.get("is_unfinished")
         had_momentum = set(map(id, states_with_momentum(optimizer)))
         try:
             with restored_on_error(optimizer):
                 result = super().step(optimizer, *args, **kwargs)
         finally:
-            report = self._per_optimizer_states.get(id(optimizer), {}).get("report") or StepReport()
+            state = self._per_optimizer_states.get(id(optimizer), {})
+            if state:
+                state["is_unscaled_by_step"] = not is_unscaled
+            report = state.get("report") or StepReport()
             new = [s for s in states_with_momentum(optimizer) if id(s) not in had_momentum]
             if new and report.skipped:
-                for state in new:
-                    del state["momentum_buffer"]
+                for buffers in new:
+                    del buffers["momentum_buffer"]
         self.last_step = report
         return result
 
@@ -287,7 +342,8 @@ class GradScaler(torch.amp.GradScaler):
             self._forget_overflows(lower_bound)
             return
         scale, growth_tracker = self._check_scale_growth_tracker("update")
-        states = [s for s in self._per_optimizer_states.values() if s["found_inf_per_device"]]
+        states = [*self._per_optimizer_states.values(), *self._unfinished]
+        states = [state for state in states if state["found_inf_per_device"]]
         if not states and not self._is_updated_by_step:
             raise ScalerStateError(
                 "No inf checks were recorded prior to update: no optimizer was unscaled or stepped "
@@ -316,7 +372,20 @@ class GradScaler(torch.amp.GradScaler):
                 tensor.copy_(value)  # CUDA graphs read the scale at its address
             self._bound.follow(scale, self._backoff_factor, self._min_scale)
         self._per_optimizer_states.clear()
+        self._unfinished.clear()
         self._is_updated_by_step = False
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Sets the factor by which the scale grows; above 1 and finite."""
+        super().set_growth_factor(arguments.growth_factor(new_factor))
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Sets the factor by which the scale shrinks; between 0 and 1."""
+        super().set_backoff_factor(arguments.backoff_factor(new_factor))
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Sets the number of consecutive updates before the scale grows; at least 1."""
+        super().set_growth_interval(arguments.count(new_interval, "growth_interval"))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state dict of this class or of torch.amp.GradScaler.
@@ -325,6 +394,7 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             ScalerStateDictError: An entry is missing. Nothing is loaded.
+            ScalerValueError: An entry has an invalid value. Nothing is loaded.
             RuntimeError: The state dict is empty.
         """
         missing = [key for key in _STATE if key not in state_dict]
@@ -334,6 +404,12 @@ class GradScaler(torch.amp.GradScaler):
             key: value.item() if isinstance(value, Tensor) else value
             for key, value in state_dict.items()
         }
+        if self._enabled and state_dict:
+            arguments.scale(numbers["scale"], "scale")
+            arguments.growth_factor(numbers["growth_factor"])
+            arguments.backoff_factor(numbers["backoff_factor"])
+            arguments.count(numbers["growth_interval"], "growth_interval")
+            arguments.count(numbers["_growth_tracker"], "_growth_tracker", least=0)
         super().load_state_dict(numbers)
         if self._enabled:
             self._forget_overflows(self._init_scale)
@@ -344,7 +420,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._num_overflows is not None:
             state["_init_num_overflows"] = int(self._num_overflows.item())
             state["_num_overflows"] = None
-        for name in ("_bound", "_names", "_reports", "last_step"):
+        for name in ("_bound", "_names", "_reports", "_unfinished", "last_step"):
             state.pop(name, None)
         return state
 
@@ -356,9 +432,23 @@ class GradScaler(torch.amp.GradScaler):
     def _forget_overflows(self, scale: float) -> None:
         """Resets the bound and the overflow count after the scale was set."""
         self._bound = ScaleBound(scale)
+        self._unfinished.clear()
         self._init_num_overflows = 0
         if self._num_overflows is not None:
             self._num_overflows.zero_()
+
+    def _order_error(self, optimizer: torch.optim.Optimizer, message: str) -> ScalerStateError:
+        """Returns an error about a missing ``update``; prepares the next call to succeed."""
+        if self._per_optimizer_states[id(optimizer)].get("is_unfinished"):
+            self._drop_unfinished(optimizer)
+        return ScalerStateError(
+            f"{message} Call update() once in every iteration, also if step() was left out or an "
+            "exception ended the iteration."
+        )
+
+    def _drop_unfinished(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forgets that gradients were checked that no longer exist; `update` counts the check."""
+        self._unfinished.append(self._per_optimizer_states.pop(id(optimizer)))
 
     # Overridden hooks of torch's methods ---------------------------------------------------------
 
@@ -420,6 +510,22 @@ class GradScaler(torch.amp.GradScaler):
     def _inv_scale(self) -> Tensor:
         assert self._scale is not None
         return self._scale.reciprocal()
+
+
+def _find_unfinished(state: dict[str, Any]) -> None:
+    """Looks for gradients of an iteration that ended before ``update``, when the next one begins.
+
+    If the gradients that were checked no longer exist, they were cleared for the next iteration.
+    Only waits for the device if gradients were unscaled and not stepped, which is rare here.
+    """
+    if state["stage"] is OptState.READY:
+        return
+    params = params_of(state["optimizer"])
+    if state["stage"] is OptState.STEPPED:
+        state["is_unfinished"] = not grads_of(params)
+        return
+    state["is_unfinished"] = not has_nonzero_grads(params)
+    state["is_mixed"] = not state["is_unfinished"] and state.get("is_unscaled_by_step", False)
 
 
 class CompiledStep(PlainStep):

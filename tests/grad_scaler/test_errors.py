@@ -52,6 +52,18 @@ def test_an_update_without_a_step_says_what_is_missing() -> None:
         ({"max_scale": 0.0}, "max_scale must be between"),
         ({"max_scale": math.nan}, "max_scale must be between"),
         ({"max_scale": 1.0, "min_scale": 2.0}, r"max_scale must be at least min_scale, 2\.0; got"),
+        ({"min_scale": 1e9}, r"init_scale must be between min_scale, 1000000000\.0, and max_scale"),
+        ({"max_scale": 1.0}, r"and max_scale, 1\.0; got 65536\.0"),
+        ({"growth_factor": math.nan}, "growth factor must be > 1.0, and finite; got nan"),
+        ({"growth_factor": math.inf}, "growth factor must be > 1.0, and finite; got inf"),
+        ({"growth_factor": "2"}, "growth factor must be"),
+        ({"backoff_factor": math.nan}, "backoff factor must be < 1.0, and > 0.0; got nan"),
+        ({"backoff_factor": 0.0}, "backoff factor must be"),
+        ({"backoff_factor": -0.5}, "backoff factor must be"),
+        ({"growth_interval": 0}, "growth_interval must be an integer of at least 1; got 0"),
+        ({"growth_interval": -3}, "growth_interval must be"),
+        ({"growth_interval": 2.5}, "growth_interval must be"),
+        ({"growth_interval": True}, "growth_interval must be"),
         ({"hysteresis": 0}, "hysteresis must be an integer of at least 1"),
         ({"hysteresis": 1.5}, "hysteresis must be an integer of at least 1"),
         ({"hysteresis": True}, "hysteresis must be an integer of at least 1"),
@@ -61,6 +73,128 @@ def test_an_update_without_a_step_says_what_is_missing() -> None:
 def test_constructor(settings: dict[str, Any], expected: str) -> None:
     with pytest.raises(errors.ScalerValueError, match=expected):
         amp_fx.GradScaler("cpu", **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("growth_factor", 1.0), ("backoff_factor", 1.5), ("growth_interval", 0)]
+)
+def test_setters_and_state_dicts_check_the_same_ranges(name: str, value: float) -> None:
+    scaler = Case().scaler
+    before = scaler.state_dict()
+    expected = name.replace("_factor", " factor")
+    with pytest.raises(errors.ScalerValueError, match=f"{expected} must be"):
+        getattr(scaler, f"set_{name}")(value)
+    with pytest.raises(errors.ScalerValueError, match=f"{expected} must be"):
+        scaler.load_state_dict({**before, name: value})
+    with pytest.raises(errors.ScalerValueError, match="scale must be between"):
+        scaler.load_state_dict({**before, "scale": 0.0})
+    assert scaler.state_dict() == before
+
+
+class InterruptedStepError(Exception):
+    """Ends an iteration."""
+
+
+class Training:
+    """Two equal runs of SGD, with a scaler and without."""
+
+    def __init__(self, *, set_to_none: bool = True, fused: bool = False) -> None:
+        self.scaler = amp_fx.GradScaler("cpu", init_scale=8.0)
+        self.set_to_none = set_to_none
+        self.weight, self.expected = (torch.ones(3, requires_grad=True) for _ in range(2))
+        self.optimizer = torch.optim.SGD([self.weight], lr=0.1, fused=fused)
+        self.inputs = torch.arange(3.0)
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad(set_to_none=self.set_to_none)
+        torch.autograd.backward(self.scaler.scale((self.weight * self.inputs).sum()))
+
+    def finish(self) -> None:
+        """Steps; the weight is then that of a step with unscaled gradients."""
+        expected = (self.weight - 0.1 * self.inputs).detach()
+        self.scaler.step(self.optimizer)
+        torch.testing.assert_close(self.weight.detach(), expected)
+        self.scaler.update()
+
+
+CALLS_BEFORE = {
+    "unscale_": ["unscale_"],
+    "step": ["step"],
+    "unscale_ and step": ["unscale_", "step"],
+}
+
+
+@pytest.mark.parametrize("before", CALLS_BEFORE)
+@pytest.mark.parametrize("second", ["unscale_", "step"])
+def test_a_scaler_recovers_from_an_iteration_without_update(before: str, second: str) -> None:
+    training = Training()
+    training.backward()
+    for call in CALLS_BEFORE[before]:
+        getattr(training.scaler, call)(training.optimizer)
+    training.backward()
+    if (before, second) == ("unscale_", "step"):  # the new gradients are unscaled
+        training.finish()
+    else:
+        with pytest.raises(RuntimeError, match=r"Call update\(\) once in every iteration"):
+            getattr(training.scaler, second)(training.optimizer)
+    for _ in range(2):
+        training.backward()
+        training.scaler.unscale_(training.optimizer)
+        training.finish()
+
+
+def test_gradients_that_were_unscaled_once_are_not_unscaled_again() -> None:
+    training = Training()
+    training.backward()
+    training.scaler.unscale_(training.optimizer)
+    with pytest.raises(RuntimeError, match=r"has already been called .* update\(\) once"):
+        training.scaler.unscale_(training.optimizer)
+    training.finish()
+
+
+def test_an_overflow_before_an_exception_shrinks_the_scale() -> None:
+    training = Training()
+    training.backward()
+    assert training.weight.grad is not None
+    training.weight.grad.fill_(math.inf)
+    training.scaler.unscale_(training.optimizer)
+    training.backward()
+    training.finish()
+    assert training.scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_step_that_raises_leaves_no_scaled_gradients_for_the_next(
+    set_to_none: bool, fused: bool
+) -> None:
+    training = Training(set_to_none=set_to_none, fused=fused)
+
+    def interrupt(*_: Any) -> None:
+        raise InterruptedStepError
+
+    training.backward()
+    with training.optimizer.register_step_pre_hook(interrupt), pytest.raises(InterruptedStepError):
+        training.scaler.step(training.optimizer)
+    training.backward()
+    training.finish()
+
+
+def test_scaled_gradients_are_not_added_to_those_of_a_step_that_raised() -> None:
+    training = Training()
+
+    def interrupt(*_: Any) -> None:
+        raise InterruptedStepError
+
+    training.backward()
+    with training.optimizer.register_step_pre_hook(interrupt), pytest.raises(InterruptedStepError):
+        training.scaler.step(training.optimizer)
+    scaled = training.scaler.scale((training.weight * training.inputs).sum())
+    torch.autograd.backward(scaled)
+    with pytest.raises(RuntimeError, match="clear the gradients"):
+        training.scaler.step(training.optimizer)
+    training.backward()
+    training.finish()
 
 
 @pytest.mark.parametrize(
