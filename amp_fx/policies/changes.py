@@ -18,6 +18,7 @@ from amp_fx.policies.calls import CAST_ARGUMENT_TYPES, has_schema, is_changeable
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.float8 import PRODUCTS
 from amp_fx.tables.op_names import (
+    all_ops,
     find_overloads,
     is_functional,
     op_text,
@@ -259,6 +260,27 @@ def op_overrides(given: Mapping[Any, Treatment], listed: Iterable[str]) -> tuple
     for group in (globs, names):
         _check_contradictions(group)
     return (*globs, *names)
+
+
+def table_entries(table: Mapping[Any, Treatment]) -> dict[str, CastPolicy]:
+    """Returns the cast policies of a table by qualified overload name.
+
+    ``"aten::sum"`` is one overload, the one without a suffix. All names that are not qualified
+    names of overloads are those of ``with_ops``, and the qualified names win over them.
+    """
+    check_mapping("with_device", table, {"aten::linear": "fp32"})
+    registered = all_ops()
+    namespaces = {name.partition("::")[0] for name in registered}
+    exact, others = {}, {}
+    for op, value in table.items():
+        is_text = isinstance(op, str) and "::" in op and not is_glob(op)
+        # A table may list ops of a library that is imported later.
+        if is_text and (op in registered or op.partition("::")[0] not in namespaces):
+            exact[op] = to_policy(f"op {op!r}", value)
+        else:
+            others[op] = value
+    overrides = op_overrides(others, _listed_by_presets())
+    return {op: each.policy for each in overrides for op in each.overloads} | exact
 
 
 def _op_override(pattern: str, value: Treatment, listed: frozenset[str]) -> OpOverride:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from amp_fx.dtypes import as_dtype, is_low
 from amp_fx.errors import PolicyError, did_you_mean
-from amp_fx.policies.changes import arg_override, check_mapping, module_overrides, op_overrides
+from amp_fx.policies.changes import arg_override, module_overrides, op_overrides, table_entries
 from amp_fx.policies.decide import Resolver
-from amp_fx.tables.cast_policy import check_entry
+from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.float8 import FLOAT8_PRESETS, RECIPES, SOURCES, Float8
 from amp_fx.tables.op_names import all_ops
 from amp_fx.tables.presets import PRESETS, reference_table
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         OpOverride,
         Treatment,
     )
-    from amp_fx.tables.cast_policy import CastPolicy, Table
+    from amp_fx.tables.cast_policy import Table
     from amp_fx.torch_private.ops import OpOverload
 
 
@@ -49,7 +49,7 @@ class Policy:
         name: The name of the policy, such as that of a preset.
         tables: For each device type, the cast policy of each op by qualified overload name
             (``"aten::softmax.int"``; the default overload has no suffix), with ``ops`` applied.
-            The tables are copied.
+            The tables are copied. Names that are not qualified are those of ``with_ops``.
         ops: The overrides of ``with_ops``, in order.
         modules: The overrides of ``with_modules``, in order.
         args: The overrides of ``with_args``, in order.
@@ -57,7 +57,7 @@ class Policy:
         float8: The settings of products with the policy ``"float8"``.
 
     Raises:
-        PolicyError: The name of an op is not qualified, or a policy is not a ``CastPolicy``.
+        PolicyError: An op or a policy in a table is unknown.
     """
 
     name: str = dataclasses.field(compare=False)
@@ -280,13 +280,14 @@ class Policy:
         """
         return dataclasses.replace(self, args=(*self.args, arg_override(op, args, self._listed())))
 
-    def with_device(self, device_type: str, table: Table | None = None) -> Policy:
+    def with_device(self, device_type: str, table: Mapping[Any, Treatment] | None = None) -> Policy:
         """Returns a copy with a new table for a device type. The overrides of ``with_ops`` apply.
 
         Args:
             device_type: A device type as in ``torch.device(...).type``. For an out-of-tree backend,
                 the name given to ``torch.utils.rename_privateuse1_backend``.
-            table: Cast policies by qualified overload name. None takes the lists that
+            table: Cast policies by qualified overload name (``"aten::sum"`` is the overload
+                without a suffix), or by ops as in ``with_ops``. None takes the lists that
                 ``ATen/autocast_mode.h`` provides for new accelerators (``AT_FORALL_*``), as of the
                 installed torch.
 
@@ -295,10 +296,8 @@ class Policy:
         """
         if not isinstance(device_type, str) or not device_type or ":" in device_type:
             raise PolicyError(f"expected a device type like 'cuda', got {device_type!r}")
-        if table is None:
-            table = reference_table()
-        check_mapping("with_device", table, {"aten::linear": "CastPolicy.FP32"})
-        changed = with_changes(_read_only(table), self.ops)
+        entries = reference_table() if table is None else table_entries(table)
+        changed = with_changes(entries, self.ops)
         return dataclasses.replace(self, tables={**self.tables, device_type: changed})
 
     def gone(self, device_type: str) -> tuple[str, ...]:
@@ -400,7 +399,7 @@ def preset(name: str) -> Policy:
     return _build(name)
 
 
-def add_device(device_type: str, table: Table | None) -> None:
+def add_device(device_type: str, table: Mapping[Any, Treatment] | None) -> None:
     """Adds a table for a device type to all presets (``Policy.with_device``).
 
     Policies that were created from presets before do not change.
@@ -427,10 +426,12 @@ def _build(name: str) -> Policy:
     return Policy(name, tables, float8=FLOAT8_PRESETS.get(name, _FLOAT8))
 
 
-def _read_only(table: Table) -> Table:
-    for op, policy in table.items():
-        check_entry(op, policy)
-    return types.MappingProxyType(dict(table))
+def _read_only(table: Mapping[Any, Treatment]) -> Table:
+    is_canonical = all(
+        isinstance(op, str) and "::" in op and isinstance(policy, CastPolicy)
+        for op, policy in table.items()
+    )
+    return types.MappingProxyType(dict(table) if is_canonical else table_entries(table))
 
 
 def _unknown_preset(name: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import types
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,14 +15,13 @@ from amp_fx.policies.policy import add_device
 from amp_fx.regions.autocast_kernels import add_kernels_of_device, add_kernels_of_op
 from amp_fx.tables.op_names import op_text
 from amp_fx.tables.registered import REGISTERED, RegisteredOp
-from amp_fx.torch_private.autocast import privateuse1_name, register_device_module
+from amp_fx.torch_private.autocast import privateuse1_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from amp_fx.policies.calls import Call
     from amp_fx.policies.changes import Treatment
-    from amp_fx.tables.cast_policy import Table
 
 log = logging.getLogger(__name__)
 
@@ -104,30 +102,35 @@ _reported: set[str] = set()
 
 
 def register_device(
-    device_type: str, dtypes: Sequence[torch.dtype | str] | None = None, table: Table | None = None
+    device_type: str,
+    dtypes: Sequence[torch.dtype | str] | None = None,
+    table: Mapping[Any, Treatment] | None = None,
 ) -> None:
     """Enables autocast for a PrivateUse1 backend, in eager and compiled code.
 
     Adds a table for the device to every preset, and registers the autocast kernels that the backend
-    lacks. Call it once, after ``torch.utils.rename_privateuse1_backend``.
+    lacks. Call it once, after the backend's package is imported, which calls
+    ``torch.utils.rename_privateuse1_backend`` and ``torch._register_device_module``.
 
     Args:
         device_type: The name that was passed to ``rename_privateuse1_backend``.
         dtypes: Dtypes that the device can autocast to, or their names. They are also set as result
             of ``torch.<device_type>.get_amp_supported_dtype()``, which is the default.
-        table: Cast policies by qualified overload name. Defaults to the lists that
+        table: Cast policies by op, as in ``Policy.with_device``. Defaults to the lists that
             ``ATen/autocast_mode.h`` provides for new devices.
 
     Raises:
-        OptionError: torch's PrivateUse1 backend has another name, or ``dtypes`` is empty, contains
-            other than floating-point dtypes, or is missing and the backend provides none.
+        OptionError: torch's PrivateUse1 backend has another name or no module yet, or ``dtypes`` is
+            empty, contains other than floating-point dtypes, or is missing and the backend provides
+            none.
         PolicyError: An entry of the table is not valid.
     """
     _check_name(device_type)
+    _check_module(device_type)
     supported = _checked_dtypes(device_type, dtypes)
     add_device(device_type, table)
     if dtypes is not None:
-        _set_supported(device_type, supported)
+        getattr(torch, device_type).get_amp_supported_dtype = lambda: list(supported)
     add_kernels_of_device(device_type)
 
 
@@ -142,6 +145,19 @@ def _check_name(device_type: object) -> None:
     )
 
 
+def _check_module(device_type: str) -> None:
+    """Raises an error unless the backend has registered its module.
+
+    A module that amp_fx created would keep the backend from registering its own, and torch calls
+    functions of it that only the backend can provide, such as ``is_available``.
+    """
+    if not hasattr(torch, device_type):
+        raise OptionError(
+            f"torch.{device_type} does not exist yet: import the backend's package first, or "
+            "register a module (torch._register_device_module)"
+        )
+
+
 def _checked_dtypes(
     device_type: str, dtypes: Sequence[torch.dtype | str] | None
 ) -> list[torch.dtype]:
@@ -150,7 +166,7 @@ def _checked_dtypes(
         if supported is None:
             raise OptionError(
                 f"torch.{device_type}.get_amp_supported_dtype() does not exist: pass dtypes, "
-                "or register a module with this function (torch._register_device_module)"
+                "or define this function"
             )
         dtypes = supported()
     names = list(dtypes)
@@ -162,11 +178,3 @@ def _checked_dtypes(
             f"[torch.bfloat16, torch.float16]; got {names!r}"
         )
     return parsed
-
-
-def _set_supported(device_type: str, supported: list[torch.dtype]) -> None:
-    module: Any = getattr(torch, device_type, None)
-    if module is None:
-        module = types.ModuleType(f"torch.{device_type}")
-        register_device_module(device_type, module)
-    module.get_amp_supported_dtype = lambda: list(supported)

@@ -6,8 +6,6 @@ import enum
 from collections.abc import Mapping
 from typing import TypeAlias
 
-from amp_fx.errors import PolicyError
-
 
 class CastPolicy(enum.Enum):
     """Effects of autocast on a call of an op.
@@ -77,19 +75,3 @@ _EFFECTS = {
 
 Table: TypeAlias = Mapping[str, CastPolicy]
 """Policies by qualified overload name, such as ``"aten::softmax.int"`` or ``"aten::linear"``."""
-
-
-def check_entry(name: str, policy: CastPolicy) -> None:
-    """Checks one entry of a table.
-
-    Raises:
-        PolicyError: The name is not qualified, or the policy is not a ``CastPolicy``.
-    """
-    if "::" not in name:
-        raise PolicyError(
-            f"{name!r} is not the qualified name of an op overload; write it like "
-            f"'aten::{name or 'softmax.int'}'"
-        )
-    if not isinstance(policy, CastPolicy):
-        allowed = ", ".join(f"CastPolicy.{p.name}" for p in CastPolicy)
-        raise PolicyError(f"{name} has the policy {policy!r}; use one of {allowed}")

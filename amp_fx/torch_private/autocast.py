@@ -18,8 +18,3 @@ def is_any_autocast_enabled() -> bool:
 def privateuse1_name() -> str:
     """Returns the name of the device type ``privateuseone``, which programs can change."""
     return torch._C._get_privateuse1_backend_name()
-
-
-def register_device_module(device_type: str, module: object) -> None:
-    """Sets ``torch.<device_type>`` to a module."""
-    torch._register_device_module(device_type, module)  # type: ignore[no-untyped-call]

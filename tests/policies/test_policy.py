@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 import pytest
@@ -133,13 +132,52 @@ def test_a_device_type_has_no_index(device_type: str) -> None:
         Policy.default().with_device(device_type)
 
 
+@pytest.mark.parametrize(
+    ("op", "overloads"),
+    [
+        ("aten::linear", ["aten::linear"]),
+        ("aten::sum", ["aten::sum"]),  # the qualified name of an overload, not of all
+        ("linear", ["aten::linear"]),
+        ("softmax.int", ["aten::softmax.int"]),
+        ("torch.softmax", ["aten::softmax.int"]),
+        ("aten::softmax", ["aten::softmax.int"]),
+        (aten.linear, ["aten::linear"]),
+        (aten.sum.default, ["aten::sum"]),
+        ("layer_nor*", ["aten::layer_norm"]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("policy", [CastPolicy.FP32, "fp32", torch.float32], ids=str)
+def test_tables_take_the_names_of_with_ops(op: Any, overloads: list[str], policy: Any) -> None:
+    expected = dict.fromkeys(overloads, CastPolicy.FP32)
+    assert Policy.default().with_device("my_device", {op: policy}).tables["my_device"] == expected
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_tables_of_presets_stay_as_they_are(name: str) -> None:
+    """Also with ops that this torch does not have."""
+    for device_type, table in preset(name).tables.items():
+        assert Policy.default().with_device(device_type, table).tables[device_type] == table
+
+
+def test_qualified_names_win_over_others_in_a_table() -> None:
+    for order in (1, -1):
+        items = [("aten::softmax.int", "promote"), ("soft*", "fp32"), ("softplus", "keep")][::order]
+        table = Policy.default().with_device("my_device", dict(items)).tables["my_device"]
+        assert table["aten::softmax.int"] is CastPolicy.PROMOTE
+        assert table["aten::softplus"] is CastPolicy.KEEP
+        assert table["aten::softshrink"] is CastPolicy.FP32
+
+
 def test_entries_are_checked() -> None:
-    bad: Any = {"softmax": CastPolicy.FP32}
-    with pytest.raises(PolicyError, match="'softmax' is not the qualified name"):
-        Policy("mine", {"cpu": bad})
-    bad = {"aten::exp": "fp32"}
-    with pytest.raises(PolicyError, match=re.escape("aten::exp has the policy 'fp32'")):
-        Policy.default().with_device("cpu", bad)
+    named: Any = {"linear": "fp32"}
+    assert Policy("mine", {"cpu": named}).tables["cpu"] == {"aten::linear": CastPolicy.FP32}
+    with pytest.raises(PolicyError, match=r"no op 'aten::linaer'; similar names: .*aten::linear"):
+        Policy.default().with_device("cpu", {"aten::linaer": CastPolicy.FP32})
+    with pytest.raises(PolicyError, match=r"op 'aten::exp': expected one of .*'fp33'.*'fp32'"):
+        Policy.default().with_device("cpu", {"aten::exp": "fp33"})
+    with pytest.raises(PolicyError, match=r"op 'exp': expected one of .*'fp33'.*'fp32'"):
+        Policy("mine", {"cpu": {**named, "exp": "fp33"}})
 
 
 def test_equal_tables_make_equal_policies() -> None:

@@ -12,6 +12,7 @@ import sys
 import pytest
 
 SETUP = """
+import sys
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
@@ -71,8 +72,8 @@ WRONG = (
     (("my_device", []), "must be floating-point dtypes"),
     (("my_device", [torch.int8]), "must be floating-point dtypes"),
     (("my_device", ["bfloat17"]), "must be floating-point dtypes"),
-    (("my_device", [bf16], {"linear": CastPolicy.FP32}), "linear"),
-    (("my_device", [bf16], {"aten::linear": "fp32"}), "linear"),
+    (("my_device", [bf16], {"linaer": CastPolicy.FP32}), "similar names: aten::linear"),
+    (("my_device", [bf16], {"aten::linear": "fp33"}), "did you mean 'fp32'"),
 )
 for args, message in WRONG:
     try:
@@ -97,13 +98,31 @@ with FakeTensorMode():
         raise AssertionError("float16 was taken")
 """,
     "table of one's own": """
-amp_fx.register_device("my_device", [f16], {"aten::softmax.int": CastPolicy.LOWER_PRECISION_FP})
+amp_fx.register_device("my_device", [f16], {"softmax.int": "lower_precision_fp"})
 assert list(preset("torch").tables["my_device"]) == ["aten::softmax.int"]
 with FakeTensorMode():
     args = inputs()
     for call in (program, compiled()):
         with amp_fx.autocast("my_device", f16):
             assert dtypes(call(*args)) == [f32, f16, f32, f32, f32]
+""",
+    "before the backend has a module": """
+module = torch.my_device
+del torch.my_device
+del sys.modules["torch.my_device"]
+try:
+    amp_fx.register_device("my_device", dtypes=[bf16])
+except AmpFxError as error:
+    assert "torch.my_device does not exist yet: import the backend's package" in str(error), error
+else:
+    raise AssertionError("registered without a module")
+assert "my_device" not in preset("torch").tables
+torch._register_device_module("my_device", module)
+amp_fx.register_device("my_device", dtypes=[bf16])
+on_cpu = torch.compile(lambda x: x @ x, backend="amp_fx", options={"compiler": "eager"})
+on_cpu(torch.ones(2, 2))
+with FakeTensorMode(), torch.autocast("my_device", bf16):
+    assert dtypes(program(*inputs())) == REFERENCE
 """,
     "kernels of the backend's own stay": """
 library = torch.library.Library("aten", "IMPL")
