@@ -267,3 +267,54 @@ def test_level_of_detail(
     with caplog.at_level(logging.DEBUG, "amp_fx"):
         compile_model(model, compiler="eager")(x)
     assert any(r.exc_info and "falling back" in r.getMessage() for r in caplog.records)
+
+
+def narrow(x: torch.Tensor) -> torch.Tensor:
+    return x @ x
+
+
+class Narrow(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+
+def messages_past_the_limit(
+    caplog: pytest.LogCaptureFixture, program: Any, dtypes: list[torch.dtype], **settings: Any
+) -> list[str]:
+    """Calls a program with five shapes, where Dynamo may compile two; returns amp_fx's warnings."""
+    torch._dynamo.reset()
+    options = {"compiler": "eager", "output_dtype": "autocast"}
+    compiled = torch.compile(program, backend="amp_fx", options=options, dynamic=False, **settings)
+    caplog.clear()
+    with torch._dynamo.config.patch(recompile_limit=2), caplog.at_level(logging.WARNING, "amp_fx"):
+        results = [compiled(torch.ones(size, size)).dtype for size in range(1, 6)]
+    assert results == dtypes
+    return [r.getMessage() for r in caplog.records if r.name.startswith("amp_fx")]
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [(narrow, "'narrow' ("), (Narrow(), "Narrow: 'forward' ("), (nn.ReLU(), "ReLU: ")],
+    ids=["function", "module", "module of torch.nn"],
+)
+def test_one_warning_names_what_runs_eagerly_past_the_recompile_limit(
+    program: Any, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    dtypes = [f32] * 5 if isinstance(program, nn.ReLU) else [bf16, bf16, f32, f32, f32]
+    [message] = messages_past_the_limit(caplog, program, dtypes)
+    assert message.startswith(name)
+    assert "in full precision (float32)" in message
+    assert "recompile_limit (2)" in message
+
+
+def test_no_warning_past_the_recompile_limit_in_a_region(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.autocast("cpu", bf16):
+        assert not messages_past_the_limit(caplog, narrow, [bf16] * 5)
+
+
+def test_no_warning_past_the_recompile_limit_if_dynamo_raises(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with pytest.raises(Exception, match="fullgraph=True"):
+        messages_past_the_limit(caplog, narrow, [], fullgraph=True)
+    assert not [r for r in caplog.records if r.name.startswith("amp_fx")]

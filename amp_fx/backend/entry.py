@@ -11,7 +11,7 @@ from amp_fx import csrc
 from amp_fx.backend.ahead import as_saved, is_ahead_of_time
 from amp_fx.backend.backward import compile_with_backward
 from amp_fx.backend.caching import caching
-from amp_fx.backend.fallback import warn_eager
+from amp_fx.backend.fallback import warn_eager, watch_recompile_limit
 from amp_fx.backend.inner import compile_inner
 from amp_fx.backend.pipeline import cache_options, in_cache_keys
 from amp_fx.backend.rewrite import Reporting, rewrite
@@ -83,6 +83,8 @@ def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options
     is_ahead = is_ahead_of_time()
     inputs = plain_inputs(example_inputs) if is_ahead else example_inputs
     found = rewrite(gm, inputs, parsed, Reporting())
+    if found.state.enabled and not AutocastState.ambient().enabled:
+        watch_recompile_limit(found.root)
     parsed = parsed.with_inductor(cache_options(found.passes))
     if is_ahead:
         return _compile_ahead(found, example_inputs, parsed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import traceback
 from typing import TYPE_CHECKING
@@ -66,6 +67,46 @@ def warn_eager(error: Exception, compiler: str, graph: fx.Graph, what: str = "gr
     _warn_once(
         f"a {what} runs op by op, with its casts, because {compiler!r} failed", reason, error, graph
     )
+
+
+def watch_recompile_limit(root: str | None) -> None:
+    """Warns once when Dynamo stops compiling the function that it compiles now.
+
+    Dynamo then calls the function itself. Without a region, it runs in full precision.
+
+    Args:
+        root: The class name of the compiled module; None for a function.
+    """
+    from amp_fx.torch_private.dynamo import describe_frame
+
+    frame = describe_frame()
+    if frame is not None:
+        _watch_all()
+        _bare_frames[frame] = f"{root}: {frame}" if root else frame
+
+
+_bare_frames: dict[str, str] = {}
+"""The functions that were compiled outside of regions, with their names in the warning."""
+
+
+@functools.cache
+def _watch_all() -> None:
+    from amp_fx.torch_private.dynamo import call_at_recompile_limit
+
+    call_at_recompile_limit(_warn_recompile_limit)
+
+
+def _warn_recompile_limit(frame: str, limit: str) -> None:
+    name = _bare_frames.pop(frame, None)
+    if name is not None:
+        log.warning(
+            "%s: calls that match none of its compiled variants run eagerly, without amp_fx, in "
+            "full precision (float32), because it hit torch._dynamo.config.%s. Raise this limit, "
+            'compile for all sizes (dynamic=True; TORCH_LOGS="recompiles" shows the reasons), or '
+            "call it in a torch.autocast region, which also holds for eager code",
+            name,
+            limit,
+        )
 
 
 def _first_lines(error: Exception) -> str:

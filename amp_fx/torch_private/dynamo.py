@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,6 +64,38 @@ optimize = torch._dynamo.optimize
 def current_translator() -> InstructionTranslator | None:
     """Returns the translator of the frame that is traced in this thread, or None."""
     return getattr(symbolic_convert.tls, "current_tx", None)
+
+
+def describe_frame() -> str | None:
+    """Returns the name and line of the function that Dynamo compiles in this thread.
+
+    Returns None without such a function, and if Dynamo raises an error when it may not compile the
+    function again (``fullgraph=True``).
+    """
+    translator = current_translator()
+    if translator is None or translator.one_graph:
+        return None
+    code = translator.f_code
+    return f"{code.co_name!r} ({code.co_filename}:{code.co_firstlineno})"
+
+
+def call_at_recompile_limit(function: Callable[[str, str], None]) -> None:
+    """Calls a function when Dynamo stops compiling a frame because it has too many variants.
+
+    Relies on the warning that ``_compile`` in ``torch._dynamo.convert_frame`` logs then, whose
+    arguments are the name of the limit, the limit, and the text of ``describe_frame``.
+
+    Args:
+        function: Called with the text of ``describe_frame``, and with the limit.
+    """
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if str(record.msg).startswith("torch._dynamo hit config.%s") and record.args:
+                name, limit, frame, *_ = record.args
+                function(str(frame), f"{name} ({limit})")
+
+    logging.getLogger("torch._dynamo.convert_frame").addHandler(Handler())
 
 
 def captured_function_modes() -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -464,3 +465,28 @@ def test_a_backward_overwrites_no_tensors_that_are_kept() -> None:
     compiled(lambda x: x.cumsum(0).cumprod(0).cumsum(0), backend, x)
     assert donated[0]
     assert donated[1] == donated[0][:-1]
+
+
+def test_dynamo_names_the_function_at_its_recompile_limit() -> None:
+    """Its warning has the text of ``describe_frame``, and comes once."""
+    described, reported = [], []
+
+    def backend(gm: Any, _: Any) -> Any:
+        described.append(dynamo.describe_frame())
+        return gm
+
+    @torch.compile(backend=backend, dynamic=False)
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    dynamo.call_at_recompile_limit(lambda *args: reported.append(args))
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    try:
+        with torch._dynamo.config.patch(recompile_limit=1):
+            for size in range(1, 5):
+                function(torch.ones(size))
+    finally:
+        logger.removeHandler(logger.handlers[-1])
+    assert described[0] is not None
+    assert described[0].startswith("'function' (")
+    assert reported == [(described[0], "recompile_limit (1)")]
