@@ -120,12 +120,15 @@ class Options:
             OptionError: An option is unknown or has a value that is not allowed.
         """
         given = dict(options or {})
-        if mode is not None:
-            given.setdefault("mode", mode)
+        if mode is not None and given.get("mode") is None:
+            given["mode"] = mode
         parsed: dict[str, Any] = {}
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
         for name, convert in _CONVERT.items():
             if name in given:
-                parsed[name] = convert(name, given.pop(name))
+                value = given.pop(name)
+                is_default = value is None and defaults[name] is None
+                parsed[name] = None if is_default else convert(name, value)
         _add_disabled(parsed)
         compiler = parsed.get("compiler", "inductor")
         if parsed.get("mode") is not None and compiler != "inductor":
@@ -270,7 +273,9 @@ def _add_implied(parsed: dict[str, Any]) -> None:
     if numerics == "invariant" and parsed.get("compiler") == "eager":
         raise OptionError("numerics='invariant' needs compiler='inductor' or 'aot_eager'")
     for name, value in _IMPLIED[numerics].items():
-        if parsed.setdefault(name, value) != value:
+        if parsed.get(name) is None:
+            parsed[name] = value
+        if parsed[name] != value:
             raise OptionError(
                 f"{name}={parsed[name]!r} changes numbers, "
                 f"which numerics={numerics!r} does not allow"

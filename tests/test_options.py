@@ -56,7 +56,26 @@ def test_none_and_empty_are_the_defaults() -> None:
     assert Options.parse(None) == Options.parse({}) == Options()
 
 
-@pytest.mark.parametrize("value", [torch.float32, torch.int16, torch.float8_e5m2, "load", 16, None])
+FIELDS = {field.name: field.default for field in dataclasses.fields(Options)}
+
+
+@pytest.mark.parametrize("name", [name for name in FIELDS if name != "inductor"])
+def test_none_is_an_option_if_it_is_the_default(name: str) -> None:
+    if FIELDS[name] is None:
+        assert Options.parse({name: None}) == Options()
+        assert Options.parse({name: None, "compiler": "eager"}) == Options(compiler="eager")
+    else:
+        with pytest.raises(OptionError, match=f"{name}=None"):
+            Options.parse({name: None})
+
+
+def test_none_does_not_hide_what_another_option_implies() -> None:
+    none = {"weight_grads": None, "fold_batch_norm": None, "mode": None}
+    assert Options.parse({"numerics": "eager", **none}) == Options.parse({"numerics": "eager"})
+    assert Options.parse(none, mode="reduce-overhead").mode == "reduce-overhead"
+
+
+@pytest.mark.parametrize("value", [torch.float32, torch.int16, torch.float8_e5m2, "load", 16])
 def test_what_is_no_low_dtype(value: Any) -> None:
     with pytest.raises(OptionError, match=r"torch\.bfloat16(,| or) torch\.float16"):
         Options.parse({"dtype": value})
