@@ -249,8 +249,8 @@ def keep(fn: Callable[..., Value], *weights: torch.Tensor, verify: str = "sample
     Raises:
         KeepError: No weight was passed, or a weight is not a strided tensor with data. Raised by
             the first call if ``fn`` returns anything but tensors, a tensor that requires a
-            gradient, or a view of a weight; if it writes to a weight; or if it reads a tensor that
-            is not among the weights.
+            gradient, or a view of a weight; if it writes to a weight; if it reads a tensor that is
+            not among the weights; or if it draws random numbers without a generator of its own.
         ValueError: ``verify`` is not one of the three values.
     """
     if verify not in ("sample", "full", "off"):
@@ -349,7 +349,7 @@ class _Computed:
 
 
 class _Checking(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises for writes to the weights, and for ops that read any other existing tensor."""
+    """Raises for writes to the weights, other existing tensors that are read, and random ops."""
 
     def __init__(self, name: str, weights: Weights) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -370,6 +370,12 @@ class _Checking(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     "detected"
                 )
         arguments = bind(func, args, kwargs or {})
+        if torch.Tag.nondeterministic_seeded in func.tags and arguments.get("generator") is None:
+            raise KeepError(
+                f"{self._name} draws random numbers, so its value would change with each write to "
+                "a weight: draw them before and pass them to amp_fx.keep as a weight, or draw them "
+                "with a generator that the function creates and seeds"
+            )
         for value in tree_leaves([arguments.get(name) for name in written_arguments(func)]):
             if isinstance(value, torch.Tensor) and _identity(value) in self._weights:
                 raise KeepError(f"{self._name} writes to a weight: clone it first")

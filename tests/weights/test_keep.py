@@ -461,6 +461,13 @@ BAD: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
         "requires a gradient",
     ),
     "returns a parameter": (lambda w: nn.Parameter(w * 2), "requires a gradient"),
+    "adds random numbers": (lambda w: torch.rand(SIZE) * w, "draws random numbers"),
+    "adds integers": (lambda w: torch.randint(3, (SIZE,)) * w, "draws random numbers"),
+    "permutes": (lambda w: w[torch.randperm(SIZE)], "draws random numbers"),
+    "fills by a normal": (lambda w: torch.empty_like(w).normal_() + w, "draws random numbers"),
+    "drops": (lambda w: functional.dropout(w, 0.5), "draws random numbers"),
+    "draws by weights": (lambda w: w.abs().multinomial(2), "draws random numbers"),
+    "draws by chance": (lambda w: w.sigmoid().bernoulli() * 1.0, "draws random numbers"),
     "writes the weight": (writes_weight, "writes to a weight"),
     "writes a view": (lambda w: w[0].fill_(1) + 1, "writes to a weight"),
     "writes by a list op": (lambda w: (torch._foreach_mul_([w], 2.0), w + 1)[1], "writes to a"),
@@ -907,6 +914,17 @@ def test_a_value_does_not_depend_on_the_default_device_of_its_first_call() -> No
 
 
 # ----------------------------------------------------------------------- threads and processes
+
+
+def test_random_numbers_of_a_seeded_generator_are_a_value() -> None:
+    def rotated(w: torch.Tensor) -> torch.Tensor:
+        return w @ torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0))
+
+    kept, w = amp_fx.keep(rotated, first := weight()), first
+    assert torch.equal(kept(), rotated(w))
+    with torch.no_grad():
+        w.mul_(2)
+    assert torch.equal(kept(), rotated(w))
 
 
 def test_one_thread_writes_while_others_read() -> None:
