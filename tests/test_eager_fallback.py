@@ -283,8 +283,9 @@ def messages_past_the_limit(
 ) -> list[str]:
     """Calls a program with five shapes, where Dynamo may compile two; returns amp_fx's warnings."""
     torch._dynamo.reset()
-    options = {"compiler": "eager", "output_dtype": "autocast"}
-    compiled = torch.compile(program, backend="amp_fx", options=options, dynamic=False, **settings)
+    options: Any = {"compiler": "eager", "output_dtype": "autocast"}
+    settings |= {"options": options, "dynamic": False}
+    compiled: Any = torch.compile(program, backend="amp_fx", **settings)
     caplog.clear()
     with torch._dynamo.config.patch(recompile_limit=2), caplog.at_level(logging.WARNING, "amp_fx"):
         results = [compiled(torch.ones(size, size)).dtype for size in range(1, 6)]

@@ -177,7 +177,7 @@ def test_entries_are_checked() -> None:
     with pytest.raises(PolicyError, match=r"op 'aten::exp': expected one of .*'fp33'.*'fp32'"):
         Policy.default().with_device("cpu", {"aten::exp": "fp33"})
     with pytest.raises(PolicyError, match=r"op 'exp': expected one of .*'fp33'.*'fp32'"):
-        Policy("mine", {"cpu": {**named, "exp": "fp33"}})
+        Policy("mine", {"cpu": named | {"exp": "fp33"}})
 
 
 def test_equal_tables_make_equal_policies() -> None:
