@@ -1,5 +1,5 @@
 # Needs Python 3.10 or newer and make; everything else goes into .venv. Inductor also wants a C++
-# compiler: without one the demo says so and goes on, and the tests that need it are skipped.
+# compiler: the tests that need it are skipped without one.
 
 PYTHON ?= python3
 WORKERS ?= 2
@@ -10,9 +10,9 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c c
 .PHONY: lock demo check test lint slow bench gpu notebooks docs pictures torch-env test-torch \
 	test-cuda-code test-gpu-emulated clean
 
-# A small language model writes and trains with and without amp_fx; `make demo ARGS="--steps 50"`.
+# A small language model trains and writes with and without amp_fx; `make demo ARGS="--steps 50"`.
 demo: $(READY)
-	$(BIN)/python -m amp_fx demo $(ARGS)
+	$(BIN)/python docs/examples/demo.py $(ARGS)
 
 # Lint, types and every fast test; tests/test_package.py builds the wheel and imports it elsewhere.
 # A worker per core, with one thread each: more of either only makes them wait for each other.
@@ -43,7 +43,7 @@ slow: $(READY)
 
 # Timings next to torch.autocast; wants a quiet machine.
 bench: $(READY)
-	$(BIN)/python -m amp_fx.bench $(ARGS)
+	$(BIN)/python -m benchmarks $(ARGS)
 
 # All that wants a GPU, with the machine's own Python and torch; nothing is installed. Nine minutes at
 # most; `make gpu ARGS="writes scaler"` runs parts. Writes gpu-report.md and gpu-report.json.

@@ -6,9 +6,6 @@ import sys
 
 import torch
 
-from amp_fx.errors import OptionError
-
-LOW_DTYPE_NAMES = ("bfloat16", "float16")
 SHORT_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """Common names of dtypes that are not attributes of torch, unlike ``half``."""
 
@@ -30,14 +27,6 @@ def as_dtype(value: object) -> torch.dtype | None:
         name = value.removeprefix("torch.")
         dtype = SHORT_NAMES.get(name) or getattr(torch, name, None)
     return dtype if isinstance(dtype, torch.dtype) else None
-
-
-def low_dtype_named(text: str) -> torch.dtype:
-    """Returns the low dtype for the value of ``--dtype`` on a command line."""
-    dtype = as_dtype(text)
-    if dtype is None or not is_low(dtype):
-        raise OptionError(f"--dtype {text}: use one of {', '.join(LOW_DTYPE_NAMES)}")
-    return dtype
 
 
 def is_low(dtype: torch.dtype) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,9 +10,8 @@ from torch import nn
 
 import amp_fx
 from amp_fx import Policy
-from amp_fx.commands.demo import parse_settings
 from amp_fx.commands.explain import parse_input
-from amp_fx.dtypes import as_dtype, low_dtype_named
+from amp_fx.dtypes import as_dtype
 from amp_fx.errors import OptionError, RegionError
 from amp_fx.options import Options
 from amp_fx.regions.registered_ops import _checked_dtypes
@@ -73,11 +71,6 @@ def of_policy_file(name: str) -> Any:
     return Policy.from_dict({"dtype": name}).low_dtype("cpu")
 
 
-def of_demo(name: str) -> Any:
-    arguments = argparse.Namespace(steps="2", device="cpu", dtype=name, compiler="eager")
-    return parse_settings(arguments).dtype
-
-
 PLACES: dict[str, Callable[[str], Any]] = {
     "backend": of_backend,
     "compile": of_compile,
@@ -88,8 +81,6 @@ PLACES: dict[str, Callable[[str], Any]] = {
     "policy": of_policy,
     "with_dtype": lambda name: Policy.default().with_dtype(name).low_dtype("cpu"),
     "policy file": of_policy_file,
-    "demo": of_demo,
-    "command line": low_dtype_named,
     "input shape": lambda name: parse_input(f"2:{name.removeprefix('torch.')}").dtype,
     "register_device": lambda name: _checked_dtypes("privateuseone", [name])[0],
     "options": lambda name: Options.parse({"dtype": name}).dtype,

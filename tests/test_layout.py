@@ -28,8 +28,7 @@ ORDER = (
     ("exporting",),
     ("explanation", "integrations"),
     ("numerics", "stored"),
-    ("drawing", "demo"),
-    ("bench",),
+    ("drawing",),
     ("commands",),
     ("__main__",),
 )

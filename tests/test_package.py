@@ -132,7 +132,7 @@ def test_the_lock_file_pins_all_that_is_installed() -> None:
         for pin in pins
         if pin.marker is None or pin.marker.evaluate()
     }
-    extras = frozenset({"bench", "dev", "docs", "models", "notebooks", "test"})
+    extras = frozenset({"dev", "docs", "models", "notebooks", "test"})
     needed = required("amp_fx", extras, set())
     assert len(needed) > 100
     of_torch = re.compile("triton|setuptools|nvidia-.*|cuda-.*")

@@ -16,8 +16,6 @@ PICTURES = ".svg, .pdf, .png, .dot, .html"
 LEVELS = ("op", "module")
 OUTPUT_DTYPES = ("original", "autocast")
 WEIGHTS = ("low", "float32")
-COMPILERS = ("inductor", "aot_eager", "eager")
-DTYPES = ("bfloat16", "float16")
 PRESETS = (
     "torch",
     "ipex",
@@ -289,21 +287,6 @@ def add_policy(subparsers: Subparsers) -> None:
     )
 
 
-def add_demo(subparsers: Subparsers) -> None:
-    """Adds the parser of ``demo``."""
-    parser = subparsers.add_parser(
-        "demo",
-        help="compare a small language model with and without amp_fx",
-        description="Trains a small GPT on Python's help texts in float32, with amp_fx and under "
-        "torch.autocast, generates text with the model that amp_fx trained in all three ways, and "
-        "compares times, losses and texts.",
-    )
-    parser.add_argument("--steps", default="50", help="default: %(default)s")
-    parser.add_argument("--device", default="cpu", help="default: %(default)s")
-    parser.add_argument("--dtype", default="bfloat16", help=", ".join(DTYPES))
-    parser.add_argument("--compiler", default="inductor", help=", ".join(COMPILERS))
-
-
 _BUILD = """\
 examples:
   python -m amp_fx build                                 in inductor's cache folder
@@ -352,7 +335,6 @@ ADD = {
     "verify": (add_verify, _VERIFY),
     "diff": (add_diff, _DIFF),
     "policy": (add_policy, POLICY_EXAMPLES),
-    "demo": (add_demo, ""),
     "build": (add_build, _BUILD),
     "env": (add_env, _ENV),
 }

@@ -40,7 +40,7 @@ from torch._inductor.pattern_matcher import PatternMatcherPass
 from torch._inductor.scheduler import SchedulerNode
 from torch._inductor.select_algorithm import DataProcessorChoiceCallerWrapper
 from torch._inductor.sizevars import SizeVarAllocator
-from torch._inductor.utils import Placeholder, fresh_cache, parallel_num_threads
+from torch._inductor.utils import Placeholder, parallel_num_threads
 from torch._inductor.virtualized import V, ops
 
 if TYPE_CHECKING:
@@ -63,7 +63,6 @@ __all__ = (
     "freezing",
     "freezing_passes",
     "freezing_patterns",
-    "fresh_cache",
     "fx_utils",
     "is_frozen_param",
     "make_pointwise",

@@ -11,11 +11,9 @@ import pytest
 from amp_fx.commands import cli, parsers
 from amp_fx.commands.parsers import ADD
 from amp_fx.csrc.build import FOLDER_VARIABLE
-from amp_fx.demo.train import DemoSettings
 from amp_fx.drawing import draw
-from amp_fx.dtypes import LOW_DTYPE_NAMES
 from amp_fx.exporting.entry import WEIGHTS
-from amp_fx.options import COMPILERS, OUTPUT_DTYPES
+from amp_fx.options import OUTPUT_DTYPES
 from amp_fx.policies.policy import preset_names
 
 PROGRAM = """
@@ -49,12 +47,6 @@ def test_what_it_offers_is_what_the_code_takes(capsys: pytest.CaptureFixture[str
     assert parsers.LEVELS == draw.LEVELS
     assert parsers.OUTPUT_DTYPES == OUTPUT_DTYPES
     assert parsers.WEIGHTS == WEIGHTS
-    assert parsers.COMPILERS == COMPILERS
-    assert parsers.DTYPES == LOW_DTYPE_NAMES
     assert ", ".join(f".{ending}" for ending in draw.FORMATS) == parsers.PICTURES
     assert {*parsers.PRESETS} == {n for n in preset_names() if not re.fullmatch(r"torch-.*", n)}
     assert FOLDER_VARIABLE in help_of("build", capsys)
-    default = DemoSettings()
-    shown = help_of("demo", capsys)
-    assert f"default: {default.steps}" in shown
-    assert f"default: {default.device}" in shown

@@ -175,7 +175,7 @@ def test_every_example_of_the_help_text_runs(
 def test_piped_output_is_plain_text_within_80_columns() -> None:
     env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR")}
     code = "import sys; from amp_fx.commands.cli import main; code = main(['policy', 'exp']); "
-    code += "sys.exit(3 if 'amp_fx.commands.demo' in sys.modules else code)"
+    code += "sys.exit(3 if 'amp_fx.commands.explain' in sys.modules else code)"
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=False)
     assert done.returncode == 0, "another command's imports were paid for"
     lines = done.stdout.decode().splitlines()

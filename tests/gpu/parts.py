@@ -73,9 +73,9 @@ class Part:
         return [sys.executable, "-m", "pytest", *options, *self.arguments]
 
 
-_BENCH = ("-m", "amp_fx.bench")
+_BENCH = ("-m", "benchmarks")
 _CONTENDERS = ("--contenders", "float32,native,native-freezing,amp_fx,limit,limit-freezing")
-_TRAINING = ("--contenders", "native,amp_fx,limit", "--layers", "4")
+_TRAINING = ("--contenders", "native,amp_fx,limit")
 _TIMED = ("-m", "tests.traffic", "time", "--compile-seconds", "90")
 _STRESS = ("-X", "faulthandler", "-m", "tests.weights.stress_program")
 
@@ -169,6 +169,7 @@ PARTS = (
         "bench",
         (*_BENCH, "mlp", "gpt-decode", *_CONTENDERS, "--device", "cuda", "--repeats", "7"),
         100,
+        modules=("transformers",),
     ),
     Part(
         "two blocks",
@@ -183,13 +184,7 @@ PARTS = (
         "bench",
         (*_BENCH, "gpt-train", *_TRAINING, "--device", "cuda", "--repeats", "7"),
         80,
-    ),
-    Part(
-        "scaler speed",
-        "what loss scaling adds to a step",
-        "bench",
-        (*_BENCH, "scaler", "--device", "cuda", "--repeats", "5"),
-        20,
+        modules=("transformers",),
     ),
     Part(
         "bytes",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import statistics
 from typing import TYPE_CHECKING, Any
 
-from amp_fx.bench.report import three_digits
 from tests.traffic import timed
 from tests.traffic.command import Row, markdown
+from tests.traffic.facts import three_digits
 from tests.traffic.totals import Totals
 
 if TYPE_CHECKING:
@@ -75,27 +76,20 @@ def _row(data: Mapping[str, Any]) -> Row:
 
 def _comparisons(name: str, figures: Mapping[str, Any]) -> Iterator[str]:
     yield from ("", f"## {name}", "")
-    yield "| workload | contender | median | native's by it | it by the limit's | memory |"
-    yield "|---|---|---:|---:|---:|---:|"
+    yield "| workload | contender | median | time / native's | error |"
+    yield "|---|---|---:|---:|---:|"
     for comparison in figures["comparisons"]:
-        for found in comparison["contenders"]:
-            peak = found["peak_bytes"]
+        medians = {name: statistics.median(s) for name, s in comparison["seconds"].items()}
+        for contender, median in medians.items():
+            error = comparison["errors"].get(contender)
             cells = (
                 f"`{comparison['case']}`: {comparison['workload']}",
-                found["name"],
-                f"{three_digits(1e3 * found['median'])} ms",
-                _ratio(found["speedup_over_native"]),
-                _ratio(found["time_to_limit"]),
-                "-" if peak is None else f"{three_digits(peak / 2**20)} MiB",
+                contender,
+                f"{three_digits(1e3 * median)} ms",
+                f"{median / medians['native']:.2f}" if "native" in medians else "-",
+                "-" if error is None else f"{error:.1e}",
             )
             yield f"| {' | '.join(cells)} |"
-    if figures["figures"]:
-        yield ""
-    for figure in figures["figures"]:
-        yield f"- {figure['name']}: {three_digits(figure['value'])} {figure['unit']}"
-    for where, why in figures["failures"].items():
-        yield f"- {where} failed: {why}"
-
-
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+    for comparison in figures["comparisons"]:
+        for where, why in comparison["failures"].items():
+            yield f"- {where} failed: {why}"

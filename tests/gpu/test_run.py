@@ -17,11 +17,9 @@ import pytest
 import torch
 from torch._functorch import predispatch
 from torch._inductor import codecache
+from torch.utils import benchmark
 
-from amp_fx.bench import report as bench_report
-from amp_fx.bench.compare import Comparison, Figure, Measured
-from amp_fx.bench.settings import Settings
-from amp_fx.bench.timing import measurement
+from benchmarks.comparison import Comparison
 from tests.gpu import run
 from tests.gpu.older_torch import add_names
 from tests.gpu.parts import KINDS, PARTS, Part
@@ -151,28 +149,29 @@ def written(name: str, kind: str, data: Any) -> Part:
 
 
 def test_figures_are_tables_in_the_report(tmp_path: Path) -> None:
-    timing = measurement("w", [0.002, 0.004])
-    measured = tuple(Measured(name, timing, 2**21) for name in ("native", "amp_fx"))
-    outcomes: list[tuple[str, Comparison | Figure]] = [
-        ("mlp", Comparison("two layers", measured)),
-        ("mlp", Figure("a share", 2.5, "%")),
-    ]
-    speed = bench_report.BenchReport(Settings(), "bench", {}, {}, outcomes)
+    task = benchmark.TaskSpec("", "")
+    timings = {
+        "native": benchmark.Measurement(2, [0.004, 0.008], task),
+        "amp_fx": benchmark.Measurement(1, [0.001, 0.002], task),
+    }
+    comparison = Comparison("two layers", timings, {"amp_fx": 0.004}, {"limit": "no luck"})
+    speed = {"comparisons": [{"case": "mlp", **comparison.as_json()}]}
     counted = Totals(3 << 20, 7, 3, 4, 0, 1, 1 << 20)
     names = ("native", "amp_fx", "amp_fx, further", "frozen", "lean", "limit")
     row = command.Row("MLP", "cuda", "bfloat16", "training", dict.fromkeys(names, counted), {}, {})
     seconds = {"native": [2e-6, 4e-6, 9e-6], "amp_fx": [1e-6, 3e-6, 5e-6]}
-    timings = [{"case": "gpt2", "kind": "inference", "seconds": seconds}]
+    rows = [{"case": "gpt2", "kind": "inference", "seconds": seconds}]
     found, text = report(
         tmp_path,
-        written("speed", "bench", bench_report.as_json(speed)),
+        written("speed", "bench", speed),
         written("bytes", "bytes", command.as_json("bytes", {}, [row])),
-        written("blocks", "timed", {"timings": timings}),
+        written("blocks", "timed", {"timings": rows}),
     )
     assert {part["status"] for part in found.values()} == {PASSED}
     assert "- gpt2, inference: native 4.0 us (1.000), amp_fx 3.0 us (0.750)" in text
-    assert "| `mlp`: two layers | amp_fx | 3 ms | 1.00 | - | 2 MiB |" in text
-    assert "- a share: 2.5 %" in text
+    assert "| `mlp`: two layers | native | 3 ms | 1.00 | - |" in text
+    assert "| `mlp`: two layers | amp_fx | 1.5 ms | 0.50 | 4.0e-03 |" in text
+    assert "- limit failed: no luck" in text
     assert "| MLP | 3 | 3 | 3 | 3 | 3 | 3 | 7 | 7 | 7 | 7 | 7 | 7 | 1 | 1 | 1 | 1 |" in text
 
 

@@ -16,11 +16,11 @@ import amp_fx
 from amp_fx import csrc
 from amp_fx.backend import isolated_rows
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
-from amp_fx.demo.models import GPT, Size
 from amp_fx.devices.low_dtypes import has_product_kernels
 from amp_fx.devices.rows import differing_rows
 from amp_fx.errors import OptionError
 from amp_fx.passes.isolate_rows import COMPOSITES, composites, isolate_rows
+from tests.models.explained import GPT, Size
 
 if TYPE_CHECKING:
     from collections.abc import Callable

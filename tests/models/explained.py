@@ -2,10 +2,70 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import nn
+from torch.nn import functional as F  # noqa: N812
 
-from amp_fx.demo.models import GPT, Size
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """The size of a Transformer."""
+
+    width: int
+    depth: int
+    heads: int
+    context: int
+
+
+class Block(nn.Module):
+    """Pre-norm Transformer block: self-attention and a perceptron, with residual connections."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.attention_norm = nn.LayerNorm(size.width)
+        self.qkv = nn.Linear(size.width, 3 * size.width)
+        self.attention_out = nn.Linear(size.width, size.width)
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(size.width),
+            nn.Linear(size.width, 4 * size.width),
+            nn.GELU(),
+            nn.Linear(4 * size.width, size.width),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps ``(batch, context, width)`` to the same shape."""
+        x = x + self.attention_out(self._attend(self.attention_norm(x)))
+        change: torch.Tensor = self.mlp(x)
+        return x + change
+
+    def _attend(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+class GPT(nn.Module):
+    """Decoder like GPT-2, with learned positions and tied embeddings."""
+
+    def __init__(self, num_tokens: int, size: Size) -> None:
+        """Creates a model for up to ``size.context`` positions."""
+        super().__init__()
+        self.token = nn.Embedding(num_tokens, size.width)
+        self.position = nn.Parameter(torch.zeros(size.context, size.width))
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.depth))
+        self.norm = nn.LayerNorm(size.width)
+        # The embedding is also the output layer: with this scale, initial logits are about 1.
+        nn.init.normal_(self.token.weight, std=size.width**-0.5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Maps tokens ``(batch, context)`` to logits ``(batch, context, num_tokens)``."""
+        x = self.token(tokens) + self.position[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.token.weight)
 
 
 def mlp() -> nn.Sequential:

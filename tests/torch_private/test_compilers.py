@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch._inductor.fx_passes import mkldnn_fusion
 from torch._inductor.lowering import lowerings
-from torch._inductor.utils import run_and_get_code
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch._inductor.virtualized import V
 from torch.overrides import BaseTorchFunctionMode
 
@@ -380,7 +380,7 @@ def test_a_marked_result_is_written_to_memory(is_marked: bool) -> None:
 
     torch.compiler.reset()
     program = torch.compile(lambda x: x.sin().sum(-1))
-    with inductor.fresh_cache(), inductor_config.config.patch(post_grad_custom_pre_pass=mark):
+    with fresh_cache(), inductor_config.config.patch(post_grad_custom_pre_pass=mark):
         _, (code,) = run_and_get_code(program, torch.ones(3, 40))
     assert code.count(" = empty_strided_cpu((") == 1 + is_marked
 

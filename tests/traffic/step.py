@@ -18,11 +18,11 @@ from rich.console import Console
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
-from amp_fx.bench.settings import versions
 from amp_fx.errors import AmpFxError, OptionError
 from amp_fx.grad_scaler import two_pass
 from amp_fx.grad_scaler.two_pass import measure_of, numbers_of, stacked, update_of, work_of
 from tests.traffic.counting import Counter
+from tests.traffic.facts import versions
 from tests.traffic.pretend import can_pretend, pretend_cuda
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """``python -m tests.traffic time``: times the models of ``bytes`` on a GPU.
 
 Each case has a process. All processes compile at the same time; then they are timed one after
-another, so that nothing else runs on the GPU. In a process, the contenders of ``amp_fx.bench`` take
+another, so that nothing else runs on the GPU. In a process, the contenders of the benchmark take
 turns. Times are relative to native ``torch.compile`` under ``torch.autocast``, as in ``roofline``,
 which predicts them.
 """
@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 import amp_fx
-from amp_fx.bench import contenders as bench
-from amp_fx.bench.settings import Settings, choose, parse_device, versions
-from amp_fx.bench.timing import WARM_UP_CALLS, time_in_turns
-from amp_fx.errors import AmpFxError
+from benchmarks import contenders as bench
+from benchmarks.contenders import Settings
+from benchmarks.timing import WARM_UP_CALLS, time_in_turns
+from tests.traffic.facts import versions
 from tests.traffic.models import CASES, TINY
 from tests.traffic.worker import AMP_FX, FROZEN, LEAN, LIMIT, NATIVE
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from multiprocessing.connection import Connection
 
-    from amp_fx.bench.contenders import Contender, Run
+    from benchmarks.contenders import Contender, Run
     from tests.traffic.models import Case
 
 
@@ -152,7 +152,7 @@ def serve(connection: Connection, name: str, parsed: argparse.Namespace) -> None
     connection.recv()
     rows = []
     for kind, by_contender in runs.items():
-        timings = time_in_turns(by_contender, repeats=parsed.repeats, steps=None)
+        timings = time_in_turns(by_contender, repeats=parsed.repeats)
         seconds = {contender: timing.times for contender, timing in timings.items()}
         rows.append({"case": name, "kind": kind, "seconds": seconds})
     connection.send(rows)
@@ -178,15 +178,10 @@ def main(argv: Sequence[str]) -> int:
         argv: The arguments behind ``time``.
 
     Returns:
-        The exit code: 0; 1 if something could not be timed; 2 for an argument that is not usable.
+        The exit code: 0; 1 if something could not be timed.
     """
     parsed = _parser().parse_args(list(argv))
-    try:
-        cases = [choose("case", name, tuple(CASES)) for name in parsed.cases] or list(CASES)
-        parse_device(parsed.device)
-    except AmpFxError as error:
-        sys.stderr.write(f"tests.traffic: {error}\n")
-        return 2
+    cases = parsed.cases or list(CASES)
     deadline = time.monotonic() + parsed.compile_seconds
     workers = {name: _start(name, parsed) for name in cases}
     failures = {name: _receive(worker, deadline) for name, worker in workers.items()}
@@ -213,7 +208,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.traffic time", description=__doc__)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
+    parser.add_argument(
+        "cases", nargs="*", type=_case, metavar="CASE", help=f"of {', '.join(CASES)}"
+    )
     parser.add_argument("--device", default="cuda", help="default: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="tiny models: a trial, no figures")
     parser.add_argument("--repeats", type=int, default=5, help="rounds; default: %(default)s")
@@ -222,6 +219,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     return parser
+
+
+def _case(name: str) -> str:
+    if name not in CASES:
+        raise argparse.ArgumentTypeError(f"no case {name}")
+    return name
 
 
 def _start(name: str, parsed: argparse.Namespace) -> Connection:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from amp_fx import weight_cache
-from amp_fx.bench.timing import threads
 from amp_fx.replaced import replaced
 from amp_fx.torch_private.dynamo import counters
 from amp_fx.torch_private.inductor import CppGemmTemplate, FewRowsKernel, few_rows_kernel
@@ -221,10 +220,14 @@ def test_exact_sums_have_the_bits_of_eager_autocast(
     torch._dynamo.reset()
     weight_cache.clear()
     options: dict[str, Any] = {"dtype": low}
-    with threads(num_threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
         result = torch.compile(model, backend="amp_fx", options=options)(x)
         with torch.autocast("cpu", low):
             expected = model(x).to(dtype)
+    finally:
+        torch.set_num_threads(before)
     kernel = few_rows_kernel(low, rows, columns, depth) if rows else None
     assert bool(blocked()) == is_few(kernel, low, rows, columns * depth)
     assert torch.equal(result, expected)

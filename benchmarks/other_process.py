@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import multiprocessing
-import pickle
 import timeit
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import benchmark
 
-from amp_fx.bench.contenders import compiling, prepare
+from benchmarks.contenders import compiling, prepare
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-    from amp_fx.bench.contenders import Contender, Workload
-    from amp_fx.bench.settings import Settings
+    from benchmarks.contenders import Contender, Settings, Workload
 
 
 class OtherProcess:
@@ -29,11 +27,10 @@ class OtherProcess:
     """
 
     def __init__(self, contender: Contender, workload: Workload, settings: Settings) -> None:
-        pickled = pickle.dumps((contender, workload, settings))
         # A fork would inherit locks and threads of torch.
         context = multiprocessing.get_context("spawn")
         self._connection, other_end = context.Pipe()
-        arguments = other_end, pickled, torch.get_num_threads()
+        arguments = other_end, contender, workload, settings, torch.get_num_threads()
         context.Process(target=_serve, args=arguments, daemon=True).start()
         other_end.close()  # so that ``recv`` raises an error if the process exits
 
@@ -53,14 +50,19 @@ class OtherProcess:
         return response
 
 
-def _serve(connection: Connection, pickled: bytes, num_threads: int) -> None:
+def _serve(
+    connection: Connection,
+    contender: Contender,
+    workload: Workload,
+    settings: Settings,
+    num_threads: int,
+) -> None:
     """Serves requests until the connection is closed.
 
     A request is a number of runs. The response is their seconds, the result of the model for 0, or
     the message of an error.
     """
     torch.set_num_threads(num_threads)
-    contender, workload, settings = pickle.loads(pickled)
     run: Any = None
     while True:
         try:

@@ -1,1 +1,0 @@
-"""Models, text, training loop and generation of ``python -m amp_fx demo``."""
