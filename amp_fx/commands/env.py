@@ -1,4 +1,4 @@
-"""``python -m amp_fx env``: shows versions, devices, tools, and drift of the op tables."""
+"""``python -m amp_fx env``: shows versions, devices and tools."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from rich.table import Table
 
 from amp_fx import __version__, csrc
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
-from amp_fx.commands.policy import differences
 from amp_fx.csrc.build import find
 from amp_fx.devices.low_dtypes import bfloat16_units
 from amp_fx.devices.rows import SHOWN, differing_rows
 from amp_fx.dtypes import dtype_name
 from amp_fx.options import default_dtype
-from amp_fx.policies.policy import preset
 from amp_fx.regions.state import autocast_device_types
 from amp_fx.reports import piped_width
 
@@ -37,12 +35,10 @@ WITHOUT = {
 """Consequences of missing extensions."""
 
 
-def run(args: argparse.Namespace) -> int:
+def run(_: argparse.Namespace) -> int:
     """Prints the table and returns 0."""
     table = Table.grid(padding=(0, 2))
-    sections = [versions, tools, compiled_parts, devices]
-    if not args.no_drift:
-        sections += [rows, drift]
+    sections = [versions, tools, compiled_parts, devices, rows]
     for section in sections:
         for row in section():
             table.add_row(*row)
@@ -136,11 +132,3 @@ def rows() -> Iterator[tuple[str, str]]:
         counts = ", ".join(map(str, sorted(differing)))
         text = f"other bits with {counts} rows: replaced by ordered sums"
         yield f"rows, {dtype_name(dtype)}", text if differing else "the same bits in every batch"
-
-
-def drift() -> Iterator[tuple[str, str]]:
-    """Yields the number of ops with different policies by device type."""
-    policy = preset("torch")
-    for device, lines in differences(policy, policy.tables).items():
-        hint = ": python -m amp_fx policy --check" if lines else ""
-        yield f"drift, {device}", f"{len(lines)} of {len(policy.tables[device])} ops{hint}"

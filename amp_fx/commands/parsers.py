@@ -257,7 +257,6 @@ examples:
   python -m amp_fx policy torch.nn.functional.layer_norm --device cpu
   python -m amp_fx policy --preset ipex         the lists of Intel Extension for PyTorch
   python -m amp_fx policy cholesky --preset torch-2.13
-  python -m amp_fx policy --check               compare with the installed torch
 """
 
 
@@ -279,11 +278,6 @@ def add_policy(subparsers: Subparsers) -> None:
         default="torch",
         help=f"{', '.join(PRESETS)}, the lists of another torch (torch-2.13), or a policy file "
         "(*.toml); default: %(default)s",
-    )
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="compare with the installed torch op by op; exit code 1 if anything differs",
     )
 
 
@@ -309,22 +303,13 @@ def add_build(subparsers: Subparsers) -> None:
     )
 
 
-_ENV = """\
-examples:
-  python -m amp_fx env              information for bug reports
-  python -m amp_fx env --no-drift   without calling every op of the tables, which takes seconds
-"""
-
-
 def add_env(subparsers: Subparsers) -> None:
     """Adds the parser of ``env``."""
-    parser = subparsers.add_parser(
+    subparsers.add_parser(
         "env",
-        help="show versions, devices, and drift from the installed torch",
-        description="Shows versions, devices and tools, and the number of ops for which the\n"
-        "installed torch's autocast differs from amp_fx's tables.",
+        help="show versions, devices and tools, for bug reports",
+        description="Shows versions, devices and tools.",
     )
-    parser.add_argument("--no-drift", action="store_true", help="do not compare the op tables")
 
 
 ADD = {
@@ -336,6 +321,6 @@ ADD = {
     "diff": (add_diff, _DIFF),
     "policy": (add_policy, POLICY_EXAMPLES),
     "build": (add_build, _BUILD),
-    "env": (add_env, _ENV),
+    "env": (add_env, ""),
 }
 """For each command, the function that adds its parser, and its examples."""

@@ -9,9 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from amp_fx.errors import OptionError
 from amp_fx.policies.policy import Policy, as_policy
-from amp_fx.tables import DEVICES, OWN_KERNELS
+from amp_fx.tables import OWN_KERNELS
 from amp_fx.tables.cast_policy import NO_POLICY, CastPolicy
 from amp_fx.tables.op_names import find_overloads
 from amp_fx.tables.presets import VERSIONS, torch_tables
@@ -32,18 +31,10 @@ MEANING = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command.
-
-    Returns:
-        1 if ``--check`` found a difference, else 0.
-    """
+    """Runs the command and returns 0."""
     policy = as_policy(args.preset)
     devices = tuple(dict.fromkeys(args.device or policy.tables))
     console = Console(highlight=False, markup=False, soft_wrap=False)
-    if args.check:
-        if args.op is not None:
-            raise OptionError("--check compares all ops; omit the op")
-        return _check(policy, devices, console)
     if args.op is not None:
         _show_op(policy, args.op, devices, console)
     else:
@@ -130,55 +121,6 @@ def _notes(policy: Policy, overloads: Iterable[str], devices: Iterable[str]) -> 
         if op in missing:
             notes.append(f"{op}: listed, but not in torch {torch.__version__}")
     return notes
-
-
-def _check(policy: Policy, devices: Sequence[str], console: Console) -> int:
-    from amp_fx.tables.measure import LIKE_XPU
-
-    lines_by_device = differences(policy, devices)
-    for device, lines in lines_by_device.items():
-        for line in lines:
-            console.print(f"{device}: {line}")
-    number = sum(map(len, lines_by_device.values()))
-    console.print(
-        f"{policy.name!r} and torch {torch.__version__}: {number} differences in "
-        + ", ".join(f"{device} ({len(policy.tables[device])} ops)" for device in devices)
-    )
-    if measured := [device for device in lines_by_device if device not in LIKE_XPU]:
-        console.print(f"Policies measured by calling each op: {', '.join(measured)}")
-    if by_name := [device for device in lines_by_device if device in LIKE_XPU]:
-        console.print(f"Names compared, with the policies of xpu: {', '.join(by_name)}")
-    return 1 if number else 0
-
-
-def differences(policy: Policy, devices: Iterable[str]) -> dict[str, list[str]]:
-    """Compares a policy with the installed torch for the device types of PyTorch.
-
-    No device is required. Do not run models in other threads at the same time.
-
-    Returns:
-        For each device type, a line for each op with different policies.
-    """
-    from amp_fx.tables.measure import measured_table  # slow to import
-
-    lines: dict[str, list[str]] = {}
-    for device in devices:
-        if device in DEVICES:
-            table, measured = policy.tables[device], measured_table(device)
-            lines[device] = [
-                _difference(op, table.get(op), measured.get(op))
-                for op in sorted({*table, *measured})
-                if table.get(op) is not measured.get(op)
-            ]
-    return lines
-
-
-def _difference(op: str, policy: CastPolicy | None, measured: CastPolicy | None) -> str:
-    if policy and measured:
-        return f"{op}: other policy ({policy.value} here, {measured.value} in torch)"
-    if measured:
-        return f"{op}: missing here ({measured.value})"
-    return f"{op}: missing in torch ({policy.value if policy else 'no policy'})"
 
 
 def _table(*columns: str, title: str | None = None) -> Table:

@@ -1,7 +1,8 @@
 """Cast policies of ops as data.
 
-``measured/`` contains one file per torch version, which ``measure.py`` writes. ``reasons.py``
-contains the reasons of the policies, and ``presets.py`` creates the tables of presets.
+``measured/`` contains one file per torch version, which ``tests.tables.measure`` writes.
+``reasons.py`` contains the reasons of the policies, and ``presets.py`` creates the tables of
+presets.
 """
 
 from __future__ import annotations

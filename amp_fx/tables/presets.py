@@ -32,7 +32,7 @@ _FOLDER = Path(__file__).parent / "measured"
 
 
 def measured_file(version: Version) -> Path:
-    """Returns the path of a torch version's file, which ``amp_fx.tables.measure`` writes."""
+    """Returns the path of a torch version's file, which ``tests.tables.measure`` writes."""
     return _FOLDER / "torch-{}.{}.json".format(*version)
 
 
@@ -62,9 +62,7 @@ def warn_unknown_torch(version: Version | None = None) -> None:
         return
     warnings.warn(
         "amp_fx was tested with torch {}.{} to {}.{}, but this is torch {}.{}. It uses the op "
-        "lists of torch {}.{}: run `python -m amp_fx policy --check` for the differences".format(
-            *VERSIONS[0], *VERSIONS[-1], *version, *nearest(version)
-        ),
+        "lists of torch {}.{}".format(*VERSIONS[0], *VERSIONS[-1], *version, *nearest(version)),
         TorchVersionWarning,
         stacklevel=3,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch._library.custom_ops import CustomOpDef
@@ -45,11 +45,6 @@ def has_kernel_for(name: str, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
-def registrations_for(key: str) -> list[str]:
-    """Returns the names of the ops with a kernel for a dispatch key."""
-    return torch._C._dispatch_get_registrations_for_dispatch_key(key)
-
-
 def has_backend_fallback(key: torch._C.DispatchKey) -> bool:
     """Returns True if a dispatch key has a fallback kernel for ops without a kernel."""
     return torch._C._dispatch_has_backend_fallback(key)
@@ -58,11 +53,6 @@ def has_backend_fallback(key: torch._C.DispatchKey) -> bool:
 def keyset_full_after(key: torch._C.DispatchKey) -> torch._C.DispatchKeySet:
     """Returns all dispatch keys after a key."""
     return torch._C._dispatch_keyset_full_after(key)
-
-
-def scoped_library(namespace: str, kind: str) -> contextlib.AbstractContextManager[Any]:
-    """Context with a ``torch.library.Library`` whose registrations end with the context."""
-    return torch.library._scoped_library(namespace, kind)
 
 
 def returns_alias(op: OpOverload) -> bool:

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from amp_fx.errors import PolicyError
-from amp_fx.tables.measure import measure, measured_table, registered_ops
 from amp_fx.tables.presets import measured_file, torch_version
+from tests.tables.measure import measure, measured_table, registered_ops
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_file_of_the_installed_torch_is_what_is_measured(tmp_path: Path) -> None:
     """In a process of its own: other tests register kernels on Autocast keys."""
-    command = [sys.executable, "-m", "amp_fx.tables.measure", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.tables.measure", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True)
     [fresh] = tmp_path.iterdir()
     committed = measured_file(torch_version())

@@ -1,6 +1,6 @@
 """Measures the cast policies of the installed torch's autocast, and writes them to a file.
 
-    python -m amp_fx.tables.measure [FOLDER]
+    python -m tests.tables.measure [FOLDER]
 
 Calls each op under autocast with fake tensors of several dtypes. A Python kernel on the op's
 Autograd dispatch key, which follows Autocast, records the overload and the dtypes of its arguments,
@@ -25,7 +25,7 @@ from amp_fx.tables import DEVICES, OWN_KERNELS
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.presets import measured_file, torch_version
 from amp_fx.torch_private.fake_tensors import FakeTensor, FakeTensorMode
-from amp_fx.torch_private.ops import registrations_for, schema_of, scoped_library
+from amp_fx.torch_private.ops import schema_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -81,7 +81,7 @@ def registered_ops(device_type: str) -> list[str]:
     Excludes ops of other libraries and those in ``OWN_KERNELS``.
     """
     key = f"Autocast{device_type.upper()}"
-    registered = registrations_for(key)
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key(key)
     aten = {op for op in registered if op.startswith("aten::")}
     return sorted(aten.difference(OWN_KERNELS.get(device_type, ())))
 
@@ -210,7 +210,7 @@ def _reporting(op: str, key: str) -> Iterator[None]:
     packet = op.partition(".")[0]
     names = _packet(op).overloads()  # type: ignore[no-untyped-call]
     siblings = [packet if name == "default" else f"{packet}.{name}" for name in names]
-    with scoped_library(op.partition("::")[0], "IMPL") as library:
+    with torch.library._scoped_library(op.partition("::")[0], "IMPL") as library:
         for name in siblings:
             # Overloads without tensors are specific to TorchScript.
             if any(map(_num_tensors, _schema(name).arguments)):
