@@ -1,7 +1,7 @@
 """C++ extensions, built on first use and cached on disk (``amp_fx.csrc.build``).
 
 ``watch.cpp`` watches weights, and ``rows.cpp`` contains the kernels of ``numerics="invariant"``. If
-an extension cannot be built (no compiler, torch before 2.13), ``load`` and ``load_rows`` return
+an extension cannot be built (no compiler), ``load`` and ``load_rows`` return
 None. Every call then casts the weights again, and ``numerics="invariant"`` raises an error.
 """
 
@@ -15,8 +15,6 @@ import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from amp_fx.csrc import build
 from amp_fx.progress import working
@@ -43,8 +41,6 @@ def why_off() -> str:
     """Returns the reason why the extensions are disabled; empty if they are enabled."""
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0"
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
-        return "torch before 2.13 has no hook on storages"
     # The extensions rely on the GIL for mutual exclusion.
     has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
     return "" if has_gil else "this Python runs without the GIL"

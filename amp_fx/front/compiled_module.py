@@ -51,8 +51,7 @@ class CompiledModule(OptimizedModule):
     def __bool__(self) -> bool:
         """Returns the truth value of the original module.
 
-        ``OptimizedModule`` would call ``len``, which may raise. Before torch 2.13, Dynamo evaluates
-        the truth value if other compiled code calls the module.
+        ``OptimizedModule`` would call ``len``, which may raise.
         """
         return bool(self._orig_mod)
 

@@ -33,15 +33,11 @@ _NO_DEVICE = "ipu"
 
 
 def autocast_device_types() -> tuple[str, ...]:
-    """Returns the device types with autocast, in dispatch order. Dynamo treats it as constant."""
+    """Returns the device types with autocast, in dispatch order."""
     names = [privateuse1_name() if name == "privateuse1" else name for name in _PRIORITY]
     return tuple(
         name for name in names if name != _NO_DEVICE and torch.amp.is_autocast_available(name)
     )
-
-
-# Before torch 2.13, Dynamo cannot trace the function. For the mark, see ``eager/region.py``.
-autocast_device_types._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass(frozen=True)

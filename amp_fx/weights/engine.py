@@ -8,10 +8,10 @@ from amp_fx import csrc
 
 
 def engine() -> Any:
-    """Returns the extension module; None if it cannot be built or torch is too old."""
+    """Returns the extension module; None if it cannot be built."""
     return csrc.load()
 
 
 def is_available() -> bool:
-    """Returns True if values can be cached: torch is 2.13 or newer, and the extension is built."""
+    """Returns True if values can be cached, because the extension is built."""
     return engine() is not None

@@ -62,19 +62,16 @@ def _gathered_by_fsdp2() -> Iterator[torch.Tensor]:
 
     Relies on ``torch.distributed._composable_state._module_state_mapping``, which contains the
     state of every module that was passed to ``fully_shard`` or ``replicate``; on
-    ``_fsdp_param_groups`` of that state (one ``_fsdp_param_group`` before 2.13); and on
-    ``_unsharded_param`` of their parameters, which the first all-gather sets.
+    ``_fsdp_param_groups`` of that state; and on ``_unsharded_param`` of their parameters, which the
+    first all-gather sets.
     """
     if "torch.distributed.fsdp._fully_shard" not in sys.modules:
         return
     for ref in states_of_sharded_modules():
-        state: Any = ref()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
-            params = () if group is None else group.fsdp_params
-            yield from (
-                part_of(p._unsharded_param) for p in params if hasattr(p, "_unsharded_param")
-            )
+        for group in getattr(ref(), "_fsdp_param_groups", ()):
+            for param in group.fsdp_params:
+                if hasattr(param, "_unsharded_param"):
+                    yield part_of(param._unsharded_param)
 
 
 def part_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,6 @@ from torch import nn
 
 import amp_fx
 from amp_fx.commands.cli import main
-from amp_fx.tables.presets import torch_version
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,9 +61,6 @@ def test_inputs_of_a_wrapped_forward_have_their_names() -> None:
     assert found == {"hidden", "bias"}
 
 
-@pytest.mark.skipif(
-    torch_version() < (2, 13), reason="before 2.13 fake embeddings take indices of any dtype"
-)
 def test_explain_says_how_to_give_integers(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "tests.commands.test_front:embedding", "--input-shape", "2,8"]) == 2
     assert "--input-shape 2,8:int64" in capsys.readouterr().err

@@ -16,7 +16,6 @@ from amp_fx import CastPolicy, Policy, preset
 from amp_fx.errors import BannedOpError, PolicyError, RegionError
 from amp_fx.graphs.policy_mode import ambient_policy
 from amp_fx.regions.state import AutocastState
-from amp_fx.tables.presets import torch_version
 from tests.programs import assert_same_bits, compiled, run_program
 
 if TYPE_CHECKING:
@@ -178,8 +177,7 @@ def test_policy_of_the_wrong_type(policy: Any) -> None:
 
 
 def test_decorating_no_function(mine: Policy) -> None:
-    """Without a policy it is torch's to refuse, which it does since 2.13."""
-    for policy in (None, mine) if torch_version() >= (2, 13) else (mine,):
+    for policy in (None, mine):
         with pytest.raises(TypeError, match=r"callable|functions"):
             amp_fx.autocast("cpu", policy=policy)(3)  # type: ignore[type-var]
 

@@ -21,17 +21,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amp_fx.tables.presets import torch_version
-from tests.gpu.older_torch import add_names
-
-IS_OLDER = torch_version() < (2, 13)
-"""Whether torch lacks names that amp_fx takes from it."""
-if IS_OLDER:
-    add_names()  # before the modules of amp_fx that need them are imported
-
-from tests.gpu import reporting  # noqa: E402
-from tests.gpu.parts import PARTS  # noqa: E402
-from tests.gpu.runner import FAILED, TIMED_OUT, run_parts  # noqa: E402
+from tests.gpu import reporting
+from tests.gpu.parts import PARTS
+from tests.gpu.runner import FAILED, TIMED_OUT, run_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -132,10 +124,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def site_folder() -> Iterator[Path]:
-    """A folder that makes the tree look installed, and has what torch's test lists import.
-
-    Every process of Python that finds it gives an older torch the names that it lacks.
-    """
+    """A folder that makes the tree look installed, and has what torch's test lists import."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if not importlib.metadata.entry_points(group="torch_dynamo_backends", name="amp_fx"):
@@ -147,9 +136,6 @@ def site_folder() -> Iterator[Path]:
             )
         if importlib.util.find_spec("expecttest") is None:
             (folder / "expecttest.py").write_text("from unittest import TestCase  # noqa: F401\n")
-        if IS_OLDER:
-            lines = "from tests.gpu.older_torch import add_names\n\nadd_names()\n"
-            (folder / "sitecustomize.py").write_text(lines)
         yield folder
 
 

@@ -14,14 +14,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from torch._functorch import predispatch
-from torch._inductor import codecache
 from torch.utils import benchmark
 
 from benchmarks.comparison import Comparison
 from tests.gpu import run
-from tests.gpu.older_torch import add_names
 from tests.gpu.parts import KINDS, PARTS, Part
 from tests.gpu.run import environment, main, site_folder
 from tests.gpu.runner import FAILED, NOT_RUN, PASSED, TIMED_OUT
@@ -220,21 +216,3 @@ def test_the_tree_needs_no_installation(tmp_path: Path, monkeypatch: pytest.Monk
         )
         assert (folder / "amp_fx-0.dist-info" / "entry_points.txt").exists()
     assert "'amp_fx'" in done.stdout
-
-
-def test_an_older_torch_is_given_the_names_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in (
-        (predispatch, "_enter_dual_level"),
-        (codecache, "CacheabilityValidator"),
-        (torch.compiler, "_compile_session_context"),
-    ):
-        monkeypatch.delattr(module, name)
-    exit_dual_level = predispatch._exit_dual_level
-    add_names()
-    level = predispatch._enter_dual_level()
-    predispatch._exit_dual_level(level=level)
-    codecache.CacheabilityValidator.check_tensor(torch.ones(1))
-    with torch.compiler._compile_session_context():
-        assert torch.compiler.is_compiling()
-    assert not torch.compiler.is_compiling()
-    assert predispatch._exit_dual_level is exit_dual_level, "what is there stays"

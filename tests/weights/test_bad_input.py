@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn import functional
 
 from amp_fx import weight_cache
-from amp_fx.tables.presets import torch_version
 from amp_fx.weights import store
 from amp_fx.weights.engine import is_available
 from tests.weights.nets import (
@@ -134,7 +133,7 @@ RESIZED = ("storage_resized", "storage_grown", "resized_and_written")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("graph", [TRAIN, EVAL], ids=lambda graph: graph.name)
 def test_weights_that_change_what_they_are(change: str, graph: Graph) -> None:
-    if change in RESIZED and not is_available() and torch_version() >= (2, 13):
+    if change in RESIZED and not is_available():
         pytest.skip("torch: resizing a copy-on-write storage leaves its materializer behind")
     net, twin = make_net(), make_net()
     compiled = graph.compile(net)

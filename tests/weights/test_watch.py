@@ -18,7 +18,6 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from amp_fx import csrc
-from amp_fx.weights.engine import is_available
 from amp_fx.weights.entry import computing_values
 from amp_fx.weights.store import STORE
 from tests import needs
@@ -168,9 +167,6 @@ def test_a_value_is_free_unless_something_holds_it() -> None:
     assert watch.reusable((kept,)) == [kept.value]
 
 
-@pytest.mark.skipif(
-    not is_available(), reason="before torch 2.13 any storage object counts as a reader"
-)
 def test_an_object_of_its_storage_that_nobody_holds_reads_no_value() -> None:
     _, kept = kept_copy()
     storage = kept.value.untyped_storage()  # torch keeps Python's object of it from here on
