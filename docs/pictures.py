@@ -28,12 +28,9 @@ class Attention(nn.Module):
 
 def main() -> None:
     """Writes all of them into ``docs/assets``."""
-    layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
     with torch.no_grad():
         attention = amp_fx.explain(Attention(16))(torch.randn(8, 16))
-        explained = amp_fx.explain(layer)(torch.randn(2, 5, 32))
     amp_fx.draw(attention, ASSETS / "attention.svg", level="op")
-    amp_fx.draw(explained, ASSETS / "transformer.html")
 
 
 if __name__ == "__main__":

@@ -340,62 +340,6 @@ def test_no_link_of_the_site_is_dead(site: Path) -> None:
     assert dead == []
 
 
-CUT_OFF = """
-const moves = e => /auto|scroll/.test(getComputedStyle(e).overflowX);
-const scrolls = e => e && (moves(e) || scrolls(e.parentElement));
-return [...document.querySelectorAll("article *")]
-  .filter(e => e.getBoundingClientRect().right > innerWidth + 1 && !scrolls(e))
-  .map(e => e.outerHTML.slice(0, 80)).slice(0, 3);
-"""
-"""Elements that reach beyond the window, where nothing scrolls to them."""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("chromedriver"), reason="needs chromium and chromium-driver")
-@pytest.mark.parametrize("width", [400, 1280])
-def test_pages_are_no_wider_than_the_window(site: Path, tmp_path: Path, width: int) -> None:
-    pytest.importorskip("selenium")
-    from tests.drawing import test_page
-
-    names = ("", "benchmarks", "limits", "support", "examples", "guide/numerics", "guide/float8")
-    reference = [f"reference/{path.stem}" for path in (ROOT / "docs/reference").glob("[!i]*.md")]
-    too_wide = []
-    with test_page.opened(site / "index.html", tmp_path) as browser:
-        for name in (*names, *reference, "notebooks/02_reading_the_casts"):
-            url = (site / name / "index.html").as_uri()
-            size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-            browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-            browser.get(url)
-            cut = browser.execute_script(CUT_OFF)
-            if cut:
-                too_wide.append((name, cut))
-    assert too_wide == []
-
-
-BROKEN_LINES = """
-const height = e => parseFloat(getComputedStyle(e).lineHeight);
-const room = e => (e.textContent.split("\\n").length + 1) * height(e);
-return [...document.querySelectorAll(".jp-OutputArea-output pre")]
-  .filter(e => e.clientHeight > room(e))
-  .map(e => e.innerText.slice(0, 80)).slice(0, 3);
-"""
-"""Outputs of notebooks that take more lines than they have."""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("chromedriver"), reason="needs chromium and chromium-driver")
-def test_lines_of_outputs_are_not_broken(site: Path, tmp_path: Path) -> None:
-    pytest.importorskip("selenium")
-    from tests.drawing import test_page
-
-    broken = []
-    with test_page.opened(site / "index.html", tmp_path) as browser:
-        for path in (site / "notebooks").glob("*/index.html"):
-            browser.get(path.as_uri())
-            broken += browser.execute_script(BROKEN_LINES)
-    assert broken == []
-
-
 @pytest.mark.skipif(not HAS_DOT, reason="needs the dot program")
 def test_the_picture_of_the_readme_shows_casts() -> None:
     text = (ROOT / "docs" / "assets" / "attention.svg").read_text(encoding="utf-8")

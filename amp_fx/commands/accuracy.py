@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.commands.explain import load_with_inputs
-from amp_fx.drawing.draw import check_path, draw
 from amp_fx.errors import OptionError
 from amp_fx.numerics.entry import accuracy
 from amp_fx.numerics.search import search
@@ -45,24 +44,15 @@ def run(args: argparse.Namespace) -> int:
         run = search(step, tolerance=args.search, budget=args.budget, **options)
     result = run(*inputs)
     sys.stdout.write(f"{result.to_json() if args.json else result}\n")
-    if args.draw:
-        draw(_report(result), args.draw)
-        sys.stderr.write(f"wrote {args.draw}\n")
     if isinstance(result, SearchResult):
         if args.save is not None:
             result.policy.save(args.save)
             sys.stderr.write(f"wrote {args.save}\n")
         return 0
-    return 1 if _report(result).suspects else 0
-
-
-def _report(result: AccuracyReport | SearchResult) -> AccuracyReport:
-    return result.report if isinstance(result, SearchResult) else result
+    return 1 if result.suspects else 0
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.draw is not None:
-        check_path(args.draw)
     if args.save is None:
         return
     if args.search is None:

@@ -143,7 +143,6 @@ def add_accuracy(subparsers: Subparsers) -> None:
     parser.add_argument("--dtype", help="bfloat16 or float16; default: autocast's")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of the loss")
     parser.add_argument("--modules", action="append", help="only measure these modules: 'h.3.*'")
-    parser.add_argument("--draw", metavar="PATH", help=f"write a picture: {PICTURES}")
     parser.add_argument(
         "--search",
         type=float,

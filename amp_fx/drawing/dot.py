@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 import graphviz  # type: ignore[import-untyped]
 import networkx as nx  # type: ignore[import-untyped]
 
-from amp_fx.drawing.heat import WORDS
-
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping
+    from collections.abc import Container, Iterable
 
     from amp_fx.drawing.boxes import Box, BoxGraph
 
@@ -22,12 +20,6 @@ COLORS = {"bfloat16": "#a6cee3", "float16": "#cab2d6", "float32": "#fdd9a0", "fl
 
 OTHER = "#e4e4e4"
 """Fill color of integers, booleans and other dtypes."""
-
-HEAT = ("#f4f4f4", "#fff3c4", "#ffdf80", "#ffb84d", "#ff8534", "#e5412d")
-"""Fill colors by level, from 0 to 5, in pictures of accuracy reports."""
-
-ALARM = "#b00020"
-"""Line color of ops that overflow."""
 
 INK = "#333333"
 CAST = "#c0392b"
@@ -173,18 +165,12 @@ class Page:
         counts: Number of modules in each folded path.
         types: Classes of modules by path.
         has_legend: Whether the picture has a legend.
-        levels: Color levels of nodes by name; None for colors by dtype.
-        outlined: Names of nodes whose boxes have a dashed line.
-        measure: The measure of the levels.
     """
 
     title: str
     counts: dict[str, int]
     types: dict[str, str]
     has_legend: bool = True
-    levels: Mapping[str, int] | None = None
-    outlined: frozenset[str] = frozenset()
-    measure: str = ""
 
 
 def to_dot(graphs: dict[str, BoxGraph], page: Page) -> graphviz.Digraph:
@@ -300,14 +286,10 @@ def _draw_title(frame: graphviz.Digraph, child: str, path: str, page: Page, pref
 
 def _draw_box(dot: graphviz.Digraph, name: str, box: Box, page: Page) -> None:
     style = dict(STYLES[box.kind])
-    if page.levels is not None and "filled" in style["style"]:
-        style["fillcolor"] = HEAT[max((page.levels.get(m, 0) for m in box.members), default=0)]
-    elif "filled" in style["style"]:
+    if "filled" in style["style"]:
         style["fillcolor"] = _fill(box)
         if box.kind == "module" and len(box.shares) > 1:
             style["style"] = "striped"
-    if page.outlined.intersection(box.members):
-        style |= {"style": f"{style['style']},dashed", "color": ALARM, "penwidth": "3"}
     lines = [f'<FONT POINT-SIZE="9">{html.escape(line)}</FONT>' for line in box.lines]
     above = ['<FONT POINT-SIZE="5"> </FONT>'] if box.kind == "kept" else []  # top of the cylinder
     label = "<BR/>".join([*above, f"<B>{html.escape(box.title)}{_times(box, page)}</B>", *lines])
@@ -344,7 +326,7 @@ def _label(page: Page, graphs: dict[str, BoxGraph]) -> str:
     closed_lines = [line for box in boxes if box.kind == "module" for line in box.lines]
     if "kept" in kinds or not any(" kept" in line for line in closed_lines):
         kinds.discard("module")
-    fills = _heat_legend(page) if page.levels is not None else _dtype_legend(dtypes)
+    fills = _dtype_legend(dtypes)
     signs = [_sign(line, "ROUNDED", text) for k, (line, text) in LEGEND.items() if k in kinds]
     row = '<TABLE BORDER="0" CELLSPACING="3" CELLPADDING="2"><TR>{}</TR></TABLE>'
     tables = [row.format(content) for content in (fills, "".join(signs)) if content]
@@ -356,12 +338,6 @@ def _dtype_legend(dtypes: list[str]) -> str:
     colors = [d for d in COLORS if d in dtypes]
     others = ["other dtypes"] if any(d not in COLORS for d in dtypes) else []
     return "".join(_swatch(COLORS.get(d, OTHER), f"runs in {d}") for d in [*colors, *others])
-
-
-def _heat_legend(page: Page) -> str:
-    words = WORDS[page.measure]
-    fills = "".join(_swatch(color, word) for color, word in zip(HEAT, words, strict=True))
-    return fills + (_sign(ALARM, "DASHED", "dashed: overflows here") if page.outlined else "")
 
 
 def _swatch(color: str, text: str) -> str:

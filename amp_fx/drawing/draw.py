@@ -24,14 +24,13 @@ from amp_fx.drawing.folding import (
     unknown_focus,
     zoom,
 )
-from amp_fx.drawing.heat import levels_of
+from amp_fx.drawing.page import page_of
 from amp_fx.errors import OptionError
 from amp_fx.explanation.entry import explain_program
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.network import _graphs_of
 from amp_fx.explanation.recorder import as_record
 from amp_fx.explanation.records import GraphRecord
-from amp_fx.numerics.report import MEASURES, AccuracyReport, as_explanation, origins_of
 
 if TYPE_CHECKING:
     import os
@@ -52,11 +51,7 @@ INSTALL_DOT = (
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """Settings of ``draw``.
-
-    Attributes:
-        most: Maximum number of boxes in a picture of modules before no more modules are opened.
-    """
+    """Settings of ``draw``."""
 
     level: str | None = None
     focus: str | None = None
@@ -64,9 +59,7 @@ class View:
     fold: bool = True
     before: bool = False
     has_legend: bool = True
-    color: str = "dtype"
     dpi: int = 192
-    most: int = MOST_BOXES
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -76,15 +69,10 @@ class Drawing:
     explanation: Explanation
     records: tuple[GraphRecord, ...]
     view: View
-    report: AccuracyReport | None = None
 
     def __post_init__(self) -> None:
         """Creates the picture."""
-        self._dot, self.boxes = _picture(self.explanation, self.records, self.view, self.report)
-
-    def with_view(self, view: View) -> Drawing:
-        """Returns a drawing of the same graph with other settings."""
-        return dataclasses.replace(self, view=view)
+        self._dot, self.boxes = _picture(self.explanation, self.records, self.view)
 
     @property
     def source(self) -> str:
@@ -103,8 +91,7 @@ class Drawing:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the picture to a file, in the format of its suffix.
 
-        If the ``dot`` program is not installed, the browser lays out an ``.html`` page. For other
-        formats, a ``.dot`` file is written instead.
+        If the ``dot`` program is not installed, a ``.dot`` file is written instead.
 
         Raises:
             OptionError: The format or folder does not exist, the folder is not writable, or the
@@ -114,14 +101,11 @@ class Drawing:
         suffix = check_path(target)
         if suffix == "dot":
             return _write(target, self.source.encode("utf-8"))
-        if suffix == "html":
-            from amp_fx.drawing.page import page_of
-
-            return _write(target, page_of(self).encode("utf-8"))
         if not shutil.which("dot"):
             dot_file = _write(target.with_suffix(".dot"), self.source.encode("utf-8"))
             raise OptionError(f"{INSTALL_DOT}; wrote {dot_file} instead")
-        return _write(target, self._render(suffix))
+        content = page_of(self).encode("utf-8") if suffix == "html" else self._render(suffix)
+        return _write(target, content)
 
     def _render(self, file_format: str) -> bytes:
         try:
@@ -147,12 +131,7 @@ class Drawing:
 
 
 def draw(
-    explanation_or_graph: Explanation
-    | GraphRecord
-    | AccuracyReport
-    | ExportedProgram
-    | fx.GraphModule
-    | fx.Graph,
+    explanation_or_graph: Explanation | GraphRecord | ExportedProgram | fx.GraphModule | fx.Graph,
     path: str | os.PathLike[str] | None = None,
     *,
     level: str | None = None,
@@ -162,7 +141,6 @@ def draw(
     fold: bool = True,
     before: bool = False,
     legend: bool = True,
-    color: str | None = None,
     dpi: int = 192,
 ) -> Drawing:
     """Draws explained graphs with their casts, using Graphviz.
@@ -171,10 +149,10 @@ def draw(
     cylinders, frames are modules, and edges are labeled with dtypes and shapes.
 
     Args:
-        explanation_or_graph: Result of ``amp_fx.explain`` or one of its graphs, result of
-            ``amp_fx.accuracy``, an exported program (``amp_fx.export``), or an FX graph.
-        path: File to write: ``.svg``, ``.pdf``, ``.png``, ``.dot``, or ``.html`` for an interactive
-            page that needs neither a network nor the ``dot`` program. None writes no file.
+        explanation_or_graph: Result of ``amp_fx.explain`` or one of its graphs, an exported
+            program (``amp_fx.export``), or an FX graph.
+        path: File to write: ``.svg``, ``.pdf``, ``.png``, ``.dot``, or ``.html`` for a page with
+            the picture and the table of the explanation. None writes no file.
         level: ``"op"`` draws every op; ``"module"`` closes modules to reduce the number of boxes.
             Defaults to ``"op"`` if the picture is small.
         focus: Path of the module to show with its inputs and outputs, such as ``"layers.3.attn"``.
@@ -183,10 +161,6 @@ def draw(
         fold: Whether repeated modules of a list are folded into one with a count.
         before: Whether to show the captured graph, without casts.
         legend: Whether to explain colors and shapes above the picture.
-        color: Property that determines colors. Besides ``"dtype"``, reports of ``amp_fx.accuracy``
-            support ``"effect"`` (effect of the error on the loss; the default for reports),
-            ``"error"`` (the accumulated error) and ``"headroom"`` (distance of values to the limit
-            of the dtype). Ops that overflow have dashed lines. HTML pages can switch the property.
         dpi: Dots per inch of a ``.png``.
 
     Returns:
@@ -203,32 +177,18 @@ def draw(
         raise OptionError(f"dpi={dpi!r} is not an integer from 10 to 2400")
     if path is not None:
         check_path(path)
-    report = explanation_or_graph if isinstance(explanation_or_graph, AccuracyReport) else None
-    color = _checked_color(color, report)
     explanation = _as_explanation(explanation_or_graph)
     records = explanation.forward or explanation.graphs
     if graph is not None:
         records = tuple(_graphs_of(explanation, graph))
-    view = View(level, focus, ghosts, fold, before, legend, color, dpi)
-    drawing = Drawing(explanation, tuple(records), view, report)
+    view = View(level, focus, ghosts, fold, before, legend, dpi)
+    drawing = Drawing(explanation, tuple(records), view)
     if path is not None:
         drawing.save(path)
     return drawing
 
 
-def _checked_color(color: str | None, report: AccuracyReport | None) -> str:
-    if color is None:
-        return "dtype" if report is None else MEASURES[0]
-    allowed = ("dtype",) if report is None else ("dtype", *MEASURES)
-    if color not in allowed:
-        hint = "" if report is not None else " (others require a result of amp_fx.accuracy)"
-        raise OptionError(f"color={color!r} is not one of {', '.join(map(repr, allowed))}{hint}")
-    return color
-
-
 def _as_explanation(source: Any) -> Explanation:
-    if isinstance(source, AccuracyReport):
-        return as_explanation(source)
     if isinstance(source, Explanation):
         return source
     if isinstance(source, ExportedProgram):
@@ -277,10 +237,7 @@ def _write(path: Path, content: bytes) -> Path:
 
 
 def _picture(
-    explanation: Explanation,
-    records: tuple[GraphRecord, ...],
-    view: View,
-    report: AccuracyReport | None,
+    explanation: Explanation, records: tuple[GraphRecord, ...], view: View
 ) -> tuple[graphviz.Digraph, dict[str, BoxGraph]]:
     counts: dict[str, int] = {}
     types: dict[str, str] = {}
@@ -297,16 +254,12 @@ def _picture(
         types |= _types_of_folded(repeats, types)
         level = view.level or ("op" if len(folded) <= MOST_BOXES else "module")
         if level == "module":
-            folded = collapse_modules(folded, types, view.focus or "", view.most, repeats)
+            folded = collapse_modules(folded, types, view.focus or "", MOST_BOXES, repeats)
         graphs[title] = folded
     stage = ", as captured" if view.before else ""
     title = f"{explanation.model} on {explanation.device_type} {explanation.dtype}{stage}"
     title += f": {view.focus}" if view.focus else ""
     page = Page(title, counts, types, view.has_legend)
-    if report is not None:
-        levels = None if view.color == "dtype" else levels_of(report, view.color)
-        outlined = origins_of(report)
-        page = dataclasses.replace(page, levels=levels, outlined=outlined, measure=view.color)
     return to_dot(graphs, page), graphs
 
 

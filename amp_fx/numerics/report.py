@@ -11,8 +11,6 @@ import torch
 from rich.console import Group
 from rich.text import Text
 
-from amp_fx.explanation.explanation import Explanation
-from amp_fx.explanation.records import GraphRecord, NodeRecord, TensorRecord
 from amp_fx.explanation.table import folded_path, without_numbers
 from amp_fx.numerics.measures import relative
 from amp_fx.numerics.records import grouped, number, share
@@ -329,53 +327,3 @@ class AccuracyReport(Report):
 
     def _render(self) -> RenderableType:
         return render(self)
-
-
-MEASURES = ("effect", "error", "headroom")
-"""Names of measures that can color boxes."""
-
-
-def as_explanation(report: AccuracyReport) -> Explanation:
-    """Returns the ops of a report as a graph of the forward and one of the backward."""
-    graphs = []
-    for index, stage in enumerate(("forward", "backward")):
-        nodes = [node for node in report.nodes if node.stage == stage]
-        if nodes:
-            names = {node.index: node.name for node in nodes}
-            graphs.append(
-                GraphRecord(
-                    index=index,
-                    stage=stage,
-                    autocast=(f"{report.device_type} {report.dtype}",),
-                    nodes=tuple(_record(node, names, report) for node in nodes),
-                    modules=tuple({n.module: n.module_type for n in nodes}.items()),
-                )
-            )
-    return Explanation(report.model, "", report.dtype, report.device_type, False, tuple(graphs))
-
-
-def _record(node: OpRecord, names: dict[int, str], report: AccuracyReport) -> NodeRecord:
-    label = node.kernel.replace("::", ".")
-    is_cast = node.kernel == "aten::_to_copy"
-    return NodeRecord(
-        name=node.name,
-        kind="op",
-        op=f"cast for {node.label}" if is_cast else label,
-        module=node.module,
-        module_type=node.module_type,
-        file=node.file,
-        line=node.line,
-        code=node.code,
-        dtype=node.dtype,
-        inputs=tuple(names[i] for i in node.inputs if i in names),
-        outputs=(TensorRecord(node.dtype, node.shape, report.device_type, 0),),
-        decisions=(),
-        origin="",
-        reason=node.reason,
-        flops=0,
-    )
-
-
-def origins_of(report: AccuracyReport) -> frozenset[str]:
-    """Returns the names of the ops that overflow."""
-    return frozenset(node.name for node in report.nodes if node.is_overflow)

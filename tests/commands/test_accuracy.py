@@ -35,13 +35,10 @@ def test_a_repair_is_searched_for_and_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "amp.toml"
-    picture = tmp_path / "a.dot"
     arguments = ["--dtype", "float16", "--scale", "1024", "--search", "0.03"]
-    files = ["--save", str(path), "--draw", str(picture)]
-    assert main(["accuracy", f"{HERE}:broken", *arguments, *files]) == 0
+    assert main(["accuracy", f"{HERE}:broken", *arguments, "--save", str(path)]) == 0
     assert "none can be left out" in capsys.readouterr().out
     assert [(m.text, m.op) for m in Policy.load(path).modules] == [("bad", "matmul")]
-    assert "overflows here" in picture.read_text()
 
 
 @pytest.mark.parametrize(
@@ -50,7 +47,6 @@ def test_a_repair_is_searched_for_and_saved(
         (["--save", "a.toml"], "pass --search as well"),
         (["--search", "0.1", "--save", "a.txt"], "end in .toml"),
         (["--search", "-1"], "not a number of at least 0"),
-        (["--draw", "a.jpg"], ".svg, .pdf, .png"),
     ],
 )
 def test_errors_are_a_line_and_exit_code_2(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from html.parser import HTMLParser
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -256,12 +257,73 @@ def test_files_of_every_format(tmp_path: Path, explained: dict[str, Explanation]
     assert amp_fx.draw(explained["mlp"])._repr_mimebundle_()["image/svg+xml"].count("<svg") == 1
 
 
+def width_of(png: Path) -> int:
+    """Of a picture, out of its header."""
+    return int.from_bytes(png.read_bytes()[16:20], "big")
+
+
+@needs_dot
+def test_pictures_of_dots_are_as_fine_as_asked(
+    tmp_path: Path, explained: dict[str, Explanation]
+) -> None:
+    for dpi in (96, 192):
+        amp_fx.draw(explained["mlp"], tmp_path / f"{dpi}.png", dpi=dpi)
+    amp_fx.draw(explained["mlp"], tmp_path / "default.png")
+    assert width_of(tmp_path / "192.png") == pytest.approx(2 * width_of(tmp_path / "96.png"), abs=2)
+    assert width_of(tmp_path / "default.png") == width_of(tmp_path / "192.png")
+    with pytest.raises(DrawError, match="dpi=0"):
+        amp_fx.draw(explained["mlp"], tmp_path / "none.png", dpi=0)
+
+
+class Reader(HTMLParser):
+    """Collects tags, attributes and texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+NAMES = (
+    "{title} {svg}",
+    'x" onmouseover=alert(1) y="',
+    "</title><script>alert(2)</script>",
+    "</svg><img src=x onerror=alert(3)>",
+)
+
+
+@needs_dot
+def test_a_page_is_the_picture_and_the_table_and_names_stay_names(tmp_path: Path) -> None:
+    model = nn.Sequential()
+    for name in NAMES:
+        model.add_module(name, nn.Linear(4, 4))
+    explanation = amp_fx.explain(model)(torch.randn(2, 4))
+    reader = Reader()
+    reader.feed(amp_fx.draw(explanation).save(tmp_path / "page.html").read_text("utf-8"))
+    assert reader.tags.count("svg") == 1
+    assert {"script", "img", "link", "iframe"}.isdisjoint(reader.tags)
+    assert not [name for name, _ in reader.attributes if name.startswith("on")]
+    assert not [value for name, value in reader.attributes if name == "href" and value]
+    table = Reader()
+    table.feed(explanation._repr_html_())
+    assert table.text in reader.text
+    assert all(reader.text.count(name) >= 2 for name in NAMES[:1])
+
+
 def test_without_dot_the_source_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, explained: dict[str, Explanation]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DrawError, match=r"apt-get install graphviz.*graph\.dot"):
-        amp_fx.draw(explained["mlp"], tmp_path / "graph.svg")
+        amp_fx.draw(explained["mlp"], tmp_path / "graph.html")
     assert (tmp_path / "graph.dot").read_text().startswith("digraph")
     bundle = amp_fx.draw(explained["mlp"])._repr_mimebundle_()
     assert "apt-get install graphviz" in bundle["text/plain"]
