@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from amp_fx.explanation.diff import Diff
     from amp_fx.explanation.records import CastRecord, GraphRecord, NodeRecord
 
 SCHEMA = 2
@@ -127,16 +126,6 @@ class Explanation(Report):
         options give equal dictionaries. New keys do not change the schema version.
         """
         return {"schema": SCHEMA, "torch": torch.__version__, **super().to_dict()}
-
-    def diff(self, other: Explanation) -> Diff:
-        """Compares with another explanation of the same model.
-
-        Args:
-            other: The explanation to compare with, for example for another policy or dtype.
-        """
-        from amp_fx.explanation.diff import compare
-
-        return compare(self, other)
 
     def __str__(self) -> str:
         """Returns the table with the width of the terminal, or 80 columns without a terminal."""
