@@ -30,7 +30,7 @@ ORDER = (
     ("numerics", "stored"),
     ("drawing",),
     ("commands",),
-    ("__main__",),
+    ("__main__", "pytest"),
 )
 """Folders, and files at the top, by layer: each may import its own layer and those before it."""
 

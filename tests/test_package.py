@@ -19,7 +19,7 @@ from packaging.utils import canonicalize_name
 import amp_fx
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "amp_fx", "passes", "pytest_amp_fx.py")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "amp_fx", "passes")
 
 IMPORT_FROM_TARGET = """
 import importlib.metadata, pathlib, sys
@@ -69,8 +69,7 @@ def _files_in_tree() -> set[str]:
     """Every file of the package by its path in a wheel; the link to the passes is followed."""
     folders = os.walk(ROOT / "amp_fx", followlinks=True)
     paths = {Path(folder, name) for folder, _, names in folders for name in names}
-    found = {path.relative_to(ROOT).as_posix() for path in paths if "__pycache__" not in path.parts}
-    return found | {"pytest_amp_fx.py"}
+    return {path.relative_to(ROOT).as_posix() for path in paths if "__pycache__" not in path.parts}
 
 
 def test_wheel_holds_every_file(wheel: Path) -> None:

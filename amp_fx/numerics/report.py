@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from amp_fx.numerics.records import GradientRecord, OpRecord, Suspect
-    from amp_fx.numerics.snapshot import ReportDiff
     from amp_fx.policies.policy import Policy
 
 
@@ -304,16 +303,6 @@ class AccuracyReport(Report):
             base: The policy to start from; None is the policy of the report.
         """
         return policy_of_suspects(self.suspects, self.used_policy if base is None else base)
-
-    def diff(self, other: AccuracyReport) -> ReportDiff:
-        """Compares with another report of the same step.
-
-        Args:
-            other: The other report, for example with another policy or dtype.
-        """
-        from amp_fx.numerics.snapshot import ReportDiff
-
-        return ReportDiff(self, other)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as dictionaries, lists, strings and numbers.
