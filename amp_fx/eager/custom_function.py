@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import threading
+import types
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from amp_fx.eager.region import check_device_type
 from amp_fx.errors import OptionError
 from amp_fx.graphs.policy_mode import ambient_policy, policy_applied
+from amp_fx.torch_private.autocast import cast_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +33,10 @@ def custom_fwd(fwd: F, *, device_type: str, cast_inputs: torch.dtype | None = ..
 
 def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | None = None) -> Any:
     """Decorates ``forward`` of a ``torch.autograd.Function``, like ``torch.amp.custom_fwd``.
+
+    Unlike torch's decorator, it supports functions with ``setup_context``, which gets the inputs
+    with the casts of ``cast_inputs``. ``torch.compile`` calls these functions in eager code if
+    gradients are recorded.
 
     Args:
         fwd: The function; if omitted, returns a decorator.
@@ -50,15 +58,89 @@ def custom_fwd(fwd: Any = None, *, device_type: str, cast_inputs: torch.dtype | 
     if fwd is None:
         return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
     _check_callable("custom_fwd", fwd)
-    inner = torch.amp.custom_fwd(fwd, device_type=device_type, cast_inputs=cast_inputs)
+
+    def call(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        return fwd(*args, **kwargs) if isinstance(ctx, _State) else fwd(ctx, *args, **kwargs)
+
+    # torch's decorator stores the state of autocast in attributes of the first argument.
+    inner = torch.amp.custom_fwd(call, device_type=device_type, cast_inputs=cast_inputs)
+    return _forward(fwd, inner, device_type, cast_inputs)
+
+
+class _State(types.SimpleNamespace):
+    """State of autocast in a ``forward`` without ``ctx``, for the ``ctx`` of ``setup_context``."""
+
+
+_latest = threading.local()
+"""The state of the latest ``forward`` without ``ctx`` in each thread."""
+
+
+def _forward(
+    fwd: Callable[..., Any],
+    inner: Callable[..., Any],
+    device_type: str,
+    cast_inputs: torch.dtype | None,
+) -> Any:
+    """Returns the decorated ``forward``."""
 
     @functools.wraps(fwd)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling():  # else Dynamo captures backward in this region
-            args[0]._amp_fx_policy = ambient_policy()
-        return inner(*args, **kwargs)
+        is_compiling = torch.compiler.is_dynamo_compiling()
+        if args and isinstance(args[0], FunctionCtx):
+            if not is_compiling:  # else Dynamo captures backward in this region
+                args[0]._amp_fx_policy = ambient_policy()
+            return inner(*args, **kwargs)
+        state = _State()
+        result = inner(state, *args, **kwargs)
+        if is_compiling and not torch.is_grad_enabled():
+            return result  # there is no backward
+        state._amp_fx_policy = ambient_policy()
+        is_cast = cast_inputs is not None and torch.is_autocast_enabled(device_type)
+        _remember(forward, state, (device_type, cast_inputs) if is_cast else None)
+        return result
 
     return forward
+
+
+def _remember(forward: Any, state: _State, cast: tuple[str, torch.dtype | None] | None) -> None:
+    """Passes the state of a ``forward`` to the ``setup_context`` that is called next."""
+    if not hasattr(forward, "_has_setup_context"):
+        for function in _functions_with(forward):
+            function.setup_context = staticmethod(_setup_context(function.setup_context))
+        forward._has_setup_context = True
+    _latest.state, _latest.cast = state, cast
+
+
+# Like torch.compiler.disable, which imports torch._dynamo (seconds): a break of the graph.
+_remember._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _functions_with(forward: Any) -> list[Any]:
+    """Returns the classes that have a ``forward`` and define ``setup_context`` themselves."""
+    functions: list[Any] = [torch.autograd.Function]
+    for function in functions:
+        functions += function.__subclasses__()
+    return [f for f in functions if f.forward is forward and "setup_context" in vars(f)]
+
+
+def _setup_context(inner: Callable[..., Any]) -> Any:
+    """Returns a ``setup_context`` that stores the state of ``forward`` and casts its inputs."""
+
+    @functools.wraps(inner)
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+        for name, value in vars(_latest.state).items():
+            setattr(ctx, name, value)
+        if _latest.cast is not None:
+            inputs = cast_tensors(inputs, *_latest.cast)
+        return inner(ctx, inputs, output)
+
+    return setup_context
+
+
+def own_code() -> list[types.CodeType]:
+    """Returns the code of decorated functions, whose frames Dynamo must skip."""
+    decorated = (_forward(custom_fwd, custom_fwd, "", None), _setup_context(custom_fwd))
+    return [function.__code__ for function in (*decorated, _remember, _functions_with)]
 
 
 @overload

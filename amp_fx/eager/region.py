@@ -237,7 +237,8 @@ def _skip_in_dynamo() -> None:
 
     Relies on ``torch._dynamo.eval_frame.skip_code`` and ``torch._dynamo.trace_rules.add``.
     """
-    from amp_fx.torch_private.dynamo import skip_frames, trace_rules
+    from amp_fx.eager import custom_function
+    from amp_fx.torch_private.dynamo import skip_code, skip_frames, trace_rules
 
     for module in (policy_module, policy_numbers):
         trace_rules.add(module.__name__)
@@ -246,6 +247,8 @@ def _skip_in_dynamo() -> None:
     for region_class in (_Region, _PolicyRegion):
         functions += [value for value in vars(region_class).values() if callable(value)]
     skip_frames(functions)
+    for code in custom_function.own_code():
+        skip_code(code)
 
 
 def skip_in_dynamo() -> None:

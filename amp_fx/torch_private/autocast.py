@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.amp.autocast_mode import _cast, _enter_autocast, _exit_autocast
 
 enter_autocast = _enter_autocast
 exit_autocast = _exit_autocast
+cast_tensors = _cast
 DisableAutocast = torch._C._DisableAutocast
 
 

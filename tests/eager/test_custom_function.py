@@ -42,7 +42,11 @@ def make_function(
 
 
 # Dynamo makes an instance to find out what a user's function does.
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    # torch's own, where a graph starts with an activation.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 
 
 def apply(function: Any, *args: torch.Tensor) -> torch.Tensor:
@@ -116,6 +120,83 @@ def test_backward_runs_with_the_state_of_forward(
         result = apply(Look, args[0])
     torch.autograd.backward(result.sum())
     assert seen == [f16 if policy == "torch" else f32]
+
+
+def make_function_with_setup_context(
+    cast_inputs: torch.dtype | None, seen: list[Any] | None = None
+) -> type[torch.autograd.Function]:
+    """The function of ``make_function``, whose ``ctx`` is set up outside of ``forward``."""
+
+    class Product(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        @amp_fx.custom_fwd(device_type="cpu", cast_inputs=cast_inputs)
+        def forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return a @ b
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            if seen is not None:
+                seen.append((*(each.dtype for each in inputs), output.dtype))
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        @amp_fx.custom_bwd(device_type="cpu")
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            a, b = ctx.saved_tensors
+            return 2 * (grad @ b.t()).to(a.dtype), 2 * (a.t() @ grad).to(b.dtype)
+
+    return Product
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("cast_inputs", [None, f16, f32])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_setup_context_is_as_a_forward_with_ctx(
+    is_compiled: bool,
+    cast_inputs: torch.dtype | None,
+    enabled: bool,
+    args: tuple[torch.Tensor, ...],
+) -> None:
+    """The oracle is torch's decorator, with a ``forward`` that gets the ``ctx``."""
+    functions = make_function_with_setup_context(cast_inputs), make_function(torch.amp, cast_inputs)
+
+    def program(function: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return apply(function, apply(function, a, b), b) @ a
+
+    ours, expected = (partial(program, function) for function in functions)
+    if is_compiled:
+        ours = compiled(ours, bare_region=False)
+    region = bf16 if enabled else None
+    assert_same_bits(run_program(ours, args, region), run_program(expected, args, region))
+
+
+def test_setup_context_gets_the_inputs_that_forward_got(args: tuple[torch.Tensor, ...]) -> None:
+    seen: list[Any] = []
+    function = make_function_with_setup_context(f16, seen)
+
+    class Derived(function):  # type: ignore[misc,valid-type]
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            function.setup_context(ctx, inputs, output)
+
+    with amp_fx.autocast("cpu", bf16):
+        for each in (function, Derived):
+            torch.autograd.backward(apply(each, *args).sum())
+    assert seen == [(f16, f16, f16)] * 2
+
+
+def test_setup_context_under_transforms(args: tuple[torch.Tensor, ...]) -> None:
+    function, plain = make_function_with_setup_context(None), make_function(amp_fx, None)
+    a, b = (arg.detach() for arg in args)
+    with amp_fx.autocast("cpu", bf16):
+        actual = torch.func.grad(lambda a: apply(function, a, b).float().sum())(a)
+        batched = torch.func.vmap(lambda a: apply(function, a, b))(a[None])
+        leaf = a.clone().requires_grad_()
+        expected = torch.autograd.grad(apply(plain, leaf, b).float().sum(), leaf)[0]
+        assert torch.equal(actual, expected)
+        assert torch.equal(batched[0], apply(plain, a, b))
 
 
 def test_forward_with_torchs_own_decorator(args: tuple[torch.Tensor, ...]) -> None:

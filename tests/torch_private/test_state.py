@@ -29,6 +29,15 @@ def test_disable_autocast_is_a_context_manager() -> None:
         assert not autocast.is_any_autocast_enabled()
 
 
+def test_tensors_of_one_device_type_are_cast_but_for_float64() -> None:
+    values = (torch.ones(2), torch.ones(2).double(), torch.ones(2).int(), 3, [torch.ones(2)])
+    cast: Any = autocast.cast_tensors(values, "cpu", torch.bfloat16)
+    assert [cast[0].dtype, cast[4][0].dtype] == [torch.bfloat16] * 2
+    assert [cast[1].dtype, cast[2].dtype, cast[3]] == [torch.float64, torch.int32, 3]
+    uncast: Any = autocast.cast_tensors(values, "cuda", torch.bfloat16)
+    assert uncast[0].dtype == torch.float32
+
+
 def test_privateuse1_has_its_own_name() -> None:
     assert autocast.privateuse1_name() == torch.device(autocast.privateuse1_name(), 0).type
 
