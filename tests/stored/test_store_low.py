@@ -14,7 +14,13 @@ from torch.nn.utils import parametrizations
 
 import amp_fx
 from amp_fx import CastPolicy, weight_cache
-from amp_fx.errors import CompileTargetError, ExplainError, OptionError, StoreError
+from amp_fx.errors import (
+    CompileTargetError,
+    ExplainError,
+    OptionError,
+    StoreError,
+    UnsupportedError,
+)
 from tests.models.explained import CASES, mlp
 from tests.parity import oracle
 from tests.parity.cases import CASES as PARITY
@@ -431,6 +437,41 @@ def test_a_model_in_training_is_refused() -> None:
     with pytest.raises(StoreError):
         store(x)
     assert all(p.dtype == torch.float32 for p in later.parameters())
+
+
+@pytest.mark.parametrize("is_made_before", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_does_not_train_stored_weights(kind: Any, is_made_before: bool) -> None:
+    model, x = mlp().eval(), torch.randn(2, 16)
+    optimizer = kind(model.parameters(), lr=1e-4) if is_made_before else None
+    report = amp_fx.store_low(model)(x)
+    assert report.stored
+    optimizer = optimizer or kind(model.parameters(), lr=1e-4)
+    optimizer.step()  # of no gradients
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).float().sum()
+    torch.autograd.backward(loss)
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(UnsupportedError, match=r"would train Linear\.weight.*store_low"):
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+    model.float()
+    model.zero_grad()
+    model(x).sum().backward()
+    optimizer = kind(model.parameters(), lr=1e-4)
+    optimizer.step()
+    assert not torch.equal(next(iter(model.parameters())), before[0])
+
+
+def test_frozen_stored_weights_do_not_stop_an_optimizer() -> None:
+    model, x = mlp().eval(), torch.randn(2, 16)
+    amp_fx.store_low(model)(x)
+    model.requires_grad_(False)
+    other = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([*model.parameters(), other], lr=1.0)
+    torch.autograd.backward(other.sum())
+    optimizer.step()
+    assert torch.equal(other, torch.zeros(3))
 
 
 def test_wrong_arguments_are_refused_and_nothing_changes() -> None:
