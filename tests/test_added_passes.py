@@ -229,3 +229,56 @@ def test_a_pass_that_breaks_what_it_ensures(captured_relu: Captured) -> None:
 @pytest.fixture
 def captured_relu() -> Captured:
     return capture_program(lambda x: x.relu(), X)
+
+
+def drop_output(gm: fx.GraphModule) -> None:
+    gm.graph.erase_node(gm.graph.output_node())
+
+
+def return_nothing(gm: fx.GraphModule) -> None:
+    gm.graph.output_node().args = ((),)
+
+
+def return_none(gm: fx.GraphModule) -> None:
+    gm.graph.output_node().args = ((None,),)
+
+
+def return_twice(gm: fx.GraphModule) -> None:
+    [outputs] = gm.graph.output_node().args
+    gm.graph.output_node().args = (outputs * 2,)  # type: ignore[operator]
+
+
+def add_input(gm: fx.GraphModule) -> None:
+    with gm.graph.inserting_before(next(iter(gm.graph.nodes))):
+        gm.graph.placeholder("more")
+
+
+@pytest.mark.falls_back
+@pytest.mark.parametrize(
+    "edit", [drop_output, return_nothing, return_none, return_twice, add_input]
+)
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_a_pass_cannot_change_what_goes_in_and_out(
+    edit: Callable[[fx.GraphModule], None], is_counted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The graph then runs without any pass, with one warning."""
+
+    class Edit:
+        name = "edit"
+
+        def call(self, gm: fx.GraphModule) -> PassResult:
+            edit(gm)
+            return PassResult(Counter(edits=int(is_counted)))
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+    x = torch.eye(2)
+    with caplog.at_level(logging.WARNING, "amp_fx"):
+        assert torch.equal(compiled(program, passes=[Edit()])(x), x)
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "pass 'edit' failed" in message
+    assert "inputs of the graph, or the number and structure of its outputs" in message
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="pass 'edit' failed"):
+        compiled(program, passes=[Edit()], fallback=False)(x)

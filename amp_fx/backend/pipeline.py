@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 from torch.utils.hooks import RemovableHandle
 
 from amp_fx.errors import AmpFxError, OptionError, PassError, did_you_mean
@@ -125,7 +126,10 @@ def run_passes(
         start = time.perf_counter()
         try:
             _check_conditions(gm, current, "requires")
+            interface = None if current.name in _BUILT_IN else _interface(gm.graph)
             result = current.call(gm)
+            if interface is not None and interface != _interface(gm.graph):
+                raise _ConditionError(_CHANGED)
             if result.modified:
                 _finish(gm)
             _check_conditions(gm, current, "ensures")
@@ -144,6 +148,19 @@ def run_passes(
         if observer is not None:
             observer.after_pass(report, gm)
     return reports
+
+
+def _interface(graph: fx.Graph) -> tuple[list[str], str]:
+    """Returns the names of the inputs, and the structure of the outputs, of a graph."""
+    outputs = graph.find_nodes(op="output")
+    structure = map_arg([node.args for node in outputs], lambda _: "value")
+    return [node.name for node in graph.find_nodes(op="placeholder")], str(structure)
+
+
+_CHANGED = (
+    "it changed the inputs of the graph, or the number and structure of its outputs, which the "
+    "program relies on"
+)
 
 
 class _ConditionError(Exception):
