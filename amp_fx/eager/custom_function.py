@@ -88,7 +88,7 @@ def _forward(
         is_compiling = torch.compiler.is_dynamo_compiling()
         if args and isinstance(args[0], FunctionCtx):
             if not is_compiling:  # else Dynamo captures backward in this region
-                args[0]._amp_fx_policy = ambient_policy()
+                args[0]._amp_fx_policy = ambient_policy()  # type: ignore[attr-defined]
             return inner(*args, **kwargs)
         state = _State()
         result = inner(state, *args, **kwargs)

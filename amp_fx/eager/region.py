@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import torch
 
 from amp_fx.dtypes import as_dtype
 from amp_fx.eager.checkpoints import restore_regions
-from amp_fx.errors import RegionError
+from amp_fx.errors import ArgumentTypeError, RegionError, did_you_mean
 from amp_fx.graphs import policy_calls, policy_mode
 from amp_fx.graphs.policy_mode import PolicyMode, ambient_policy, policy_applied
 from amp_fx.policies import policy as policy_module
@@ -44,6 +45,7 @@ def autocast(
     cache_enabled: bool | None = None,
     *,
     policy: Policy | str | os.PathLike[str] | None = None,
+    **unknown: NoReturn,
 ) -> AutocastRegion:
     """A mixed-precision region like ``torch.autocast``, for eager and compiled code.
 
@@ -60,12 +62,17 @@ def autocast(
         policy: The cast policy of each op: a ``Policy``, the name of a preset or the path of a
             policy file (``*.toml``). Defaults to the policy of the surrounding region, or to
             PyTorch's policy. Regions of ``torch.autocast`` inside this region inherit its policy.
+        unknown: No other argument is accepted.
 
     Raises:
+        ArgumentTypeError: An argument is unknown. The message suggests a similar one.
         RegionError: The device type or dtype does not exist; or, on exit, the region is not the
             innermost active one. The state before the region is then restored.
         PolicyError: The policy is invalid.
     """
+    for name in unknown:
+        hint = did_you_mean(name, inspect.signature(autocast).parameters)
+        raise ArgumentTypeError(f"amp_fx.autocast has no argument {name!r}{hint}")
     checked_dtype = _checked_dtype(dtype)
     if torch.compiler.is_dynamo_compiling():
         if policy is None:

@@ -165,6 +165,7 @@ def test_setup_context_is_as_a_forward_with_ctx(
     def program(function: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return apply(function, apply(function, a, b), b) @ a
 
+    ours: Any
     ours, expected = (partial(program, function) for function in functions)
     if is_compiled:
         ours = compiled(ours, bare_region=False)

@@ -13,7 +13,7 @@ from torch import nn
 
 import amp_fx
 from amp_fx import CastPolicy, Policy, preset
-from amp_fx.errors import BannedOpError, PolicyError, RegionError
+from amp_fx.errors import ArgumentTypeError, BannedOpError, PolicyError, RegionError
 from amp_fx.graphs.policy_mode import ambient_policy
 from amp_fx.regions.state import AutocastState
 from tests.programs import assert_same_bits, compiled, run_program
@@ -158,6 +158,20 @@ def test_device_type_that_cannot_autocast(device_type: Any) -> None:
     with pytest.raises(RegionError, match=r"cannot autocast; use .*'cpu'"):
         amp_fx.autocast(device_type)
     assert AutocastState.ambient() == before
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_an_unknown_argument_is_told_with_the_nearest_name(is_compiled: bool) -> None:
+    def program() -> Any:
+        with amp_fx.autocast("cpu", polcy="lean"):  # type: ignore[arg-type]
+            return torch.ones(2)
+
+    call = torch.compile(program, backend="eager") if is_compiled else program
+    with pytest.raises(Exception, match="no argument 'polcy'; did you mean 'policy'") as raised:
+        call()
+    assert is_compiled or isinstance(raised.value, ArgumentTypeError)
+    with pytest.raises(TypeError, match=r"no argument 'nonsense'$"):
+        amp_fx.autocast("cpu", nonsense=1)  # type: ignore[arg-type]
 
 
 def test_unsupported_dtype_warns_and_disables_as_torch_does() -> None:
