@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from amp_fx.graphs.bodies import (
     append_operand,
-    bodies_of,
+    calls_of_bodies,
+    drop_unread_operands,
+    has_shared_body,
     is_reentrant_checkpoint,
-    is_rewritten,
     operands_of,
 )
 from amp_fx.graphs.casts import add_cast, inserted_cast
@@ -36,6 +37,8 @@ from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import has_gradient, is_aliased, is_cached_by_eager
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import fx
 
@@ -69,46 +72,63 @@ class HoistCasts:
 
 def _hoist(gm: fx.GraphModule, weights: set[int]) -> int:
     """Hoists casts out of the bodies of a graph, innermost bodies first."""
-    num_hoisted = 0
-    for node in [node for node in gm.graph.nodes if is_rewritten(node)]:
-        bodies = bodies_of(gm, node)
-        num_hoisted += sum(_hoist(body, weights) for body in bodies)
-        num_hoisted += _hoist_from(node, bodies, weights)
-    return num_hoisted
+    calls = calls_of_bodies(gm)
+    return sum(_hoist_from(nodes, bodies, weights) for bodies, nodes in calls)
 
 
-def _hoist_from(node: fx.Node, bodies: list[fx.GraphModule], weights: set[int]) -> int:
+def _hoist_from(
+    nodes: Sequence[fx.Node], bodies: Sequence[fx.GraphModule], weights: set[int]
+) -> int:
+    """Hoists casts out of the bodies that ``nodes`` call, to before each of these nodes."""
     num_hoisted = 0
     added: dict[tuple[int, torch.dtype], list[fx.Node]] = {}
+    operands = list(zip(*map(operands_of, nodes), strict=True))
     sources = {
-        id(value_of(n)): n
-        for n in operands_of(node)
-        if getattr(n, "op", None) == "placeholder" and not is_written(n)
+        id(value_of(given[0])): given for given in operands if all(map(_is_unwritten_input, given))
     }
     for index, body in enumerate(bodies):
-        casts = [node for node in body.graph.nodes if _can_hoist(node, weights)]
+        casts = [node for node in body.graph.nodes if _can_hoist(node)]
         num_casts = Counter(map(_key, casts))
         for cast in casts:
             key = _key(cast)
-            if key[0] not in sources or (num_casts[key] > 1 and not _is_shared(cast)):
+            given = sources.get(key[0])
+            if given is None or not _has_cached_source(cast, given, weights):
+                continue
+            if num_casts[key] > 1 and not _is_shared(cast):
                 continue
             if key not in added:
-                outside = _cast_outside(node, sources[key[0]], cast)
-                append_operand(node, outside)
-                added[key] = [_add_placeholder(b.graph, outside) for b in bodies]
+                outside = [
+                    _cast_outside(n, source, cast) for n, source in zip(nodes, given, strict=True)
+                ]
+                for node, operand in zip(nodes, outside, strict=True):
+                    append_operand(node, operand)
+                added[key] = [_add_placeholder(b.graph, outside[0]) for b in bodies]
             cast.replace_all_uses_with(added[key][index])
             body.graph.erase_node(cast)
             num_hoisted += 1
+    if added and has_shared_body(nodes[0]):
+        drop_unread_operands(nodes, bodies[0])
     return num_hoisted
 
 
-def _can_hoist(node: fx.Node, weights: set[int]) -> bool:
+def _is_unwritten_input(operand: Any) -> bool:
+    return getattr(operand, "op", None) == "placeholder" and not is_written(operand)
+
+
+def _can_hoist(node: fx.Node) -> bool:
     if inserted_cast(node) is None or is_aliased(node):
         return False
-    if any(user.op == "output" for user in node.users):
-        return False
-    is_cached = has_gradient(node) and is_cached_by_eager(node)
-    return is_cached or id(value_of(node.all_input_nodes[0])) in weights
+    return not any(user.op == "output" for user in node.users)
+
+
+def _has_cached_source(cast: fx.Node, sources: Sequence[fx.Node], weights: set[int]) -> bool:
+    """Returns True if each call casts a weight, or a tensor whose cast eager autocast caches.
+
+    Eager autocast caches the cast of all calls or of none (``shared_bodies``).
+    """
+    if has_gradient(cast) and is_cached_by_eager(cast):
+        return True
+    return all(id(value_of(source)) in weights for source in sources)
 
 
 def _key(cast: fx.Node) -> tuple[int, torch.dtype]:

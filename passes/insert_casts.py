@@ -10,7 +10,8 @@ After:
 
 Left unchanged: nodes that need no cast, which keep Dynamo's target; in-place methods; islands,
 which run under native autocast (``wrap_islands``). The bodies of checkpoint, wrap and cond are
-rewritten as graphs.
+rewritten as graphs; those of ``torch.compiler.nested_compile_region`` once per way of calling them
+(``graphs.shared_bodies``).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from amp_fx.graphs.bodies import (
     bodies_of,
     body_nodes,
     has_plain_bodies,
+    has_shared_body,
     mark_rewritten,
     operands_of,
 )
@@ -46,7 +48,15 @@ from amp_fx.graphs.islands import evaluate_island, evaluate_together, in_steps, 
 from amp_fx.graphs.metadata import CAPTURED, DECISIONS, ISLAND, SITE
 from amp_fx.graphs.mixtures import MixtureProbe
 from amp_fx.graphs.range_guard import clamp_fill_value, reason_for_float32, record_range
+from amp_fx.graphs.shared_bodies import (
+    SharedBodies,
+    call_shared,
+    fresh_results,
+    inline_shared_bodies,
+)
 from amp_fx.graphs.values import (
+    adopt_captured,
+    analysis,
     argument_values,
     call_target,
     captured_value,
@@ -54,6 +64,7 @@ from amp_fx.graphs.values import (
     dtypes_differ,
     remember_captured,
     set_value,
+    storage_id,
     tensors_in,
     update_value,
     value_of,
@@ -98,8 +109,10 @@ class InsertCasts:
         remember_captured(gm.graph)
         mode = detect_fake_mode(gm.graph)
         decomposer = Decomposer(self.policy, mode, self.frame, flattens=self.flattens)
-        rewriter = _Rewriter(gm, decomposer, guards_range=self.guards_range)
+        shared = SharedBodies(gm, self.policy, self.frame)
+        rewriter = _Rewriter(gm, decomposer, shared, guards_range=self.guards_range)
         rewriter.run()
+        inline_shared_bodies(gm, called_once=True)
         return PassResult(rewriter.counts)
 
 
@@ -110,10 +123,18 @@ class _Rewriter:
     inputs were cast.
     """
 
-    def __init__(self, gm: fx.GraphModule, decomposer: Decomposer, *, guards_range: bool) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        decomposer: Decomposer,
+        shared: SharedBodies,
+        *,
+        guards_range: bool,
+    ) -> None:
         self.gm = gm
         self.graph = gm.graph
         self.decomposer = decomposer
+        self.shared = shared
         self.guards_range = guards_range
         self.probe = MixtureProbe()
         self.counts: Counter[str] = Counter()
@@ -122,8 +143,8 @@ class _Rewriter:
     def fake_mode(self) -> FakeTensorMode | None:
         return self.decomposer.fake_mode
 
-    def run(self, operands: list[Any] | None = None) -> Any:
-        """Rewrites the graph; returns the values of its outputs."""
+    def run(self, operands: list[Any] | None = None) -> None:
+        """Rewrites the graph, whose placeholders get the values of ``operands``."""
         placeholders = self.graph.find_nodes(op="placeholder")
         values = operands or [_input_value(node) for node in placeholders]
         for node, value in zip(placeholders, values, strict=True):
@@ -135,7 +156,6 @@ class _Rewriter:
                 set_value(nodes[0], self._attribute_value(nodes[0]))
             elif nodes[0].op in ("call_function", "call_method"):
                 self._visit(nodes[0])
-        return values_in(self.graph.output_node().args[0])
 
     def _visit(self, node: fx.Node) -> None:
         if ISLAND.is_on(node):
@@ -234,6 +254,11 @@ class _Rewriter:
     # Islands.
 
     def _visit_island(self, node: fx.Node) -> None:
+        if has_shared_body(node):
+            self._rewrite_shared_body(node)
+            ISLAND.drop(node)
+            mark_rewritten(node)
+            return
         if has_plain_bodies(node) and self._rewrite_bodies(node):
             ISLAND.drop(node)
             mark_rewritten(node)
@@ -272,19 +297,61 @@ class _Rewriter:
         if node.target is torch.ops.higher_order.cond:
             site = dataclasses.replace(site, is_branch=True)
         bodies = bodies_of(self.gm, node)
-        results = [self._rewrite_body(body, values, site) for body in bodies]
+        may_alias = not site.is_branch
+        results = [self._rewrite_body(b, values, site, may_alias=may_alias) for b in bodies]
         if any(dtypes_differ(results[0], other) for other in results[1:]):
             results = [_restored_results(body) for body in bodies]
         set_value(node, results[0])
         return True
 
-    def _rewrite_body(self, body: fx.GraphModule, values: list[Any], site: Site) -> Any:
+    def _rewrite_shared_body(self, node: fx.Node) -> None:
+        """Calls the rewritten body of an equal call, or else rewrites a copy of the body."""
+        site = SITE.of(node)
+        body = self.shared.body_of(self.gm, node)
+        key = self.shared.key_of(node, body, site)
+        shared = self.shared.find(key)
+        if shared is None:
+            values = list(values_in(operands_of(node)))
+            results = self._rewrite_body(body, values, site, may_alias=False)
+            if site.is_grad_enabled:
+                inline_shared_bodies(body)  # AOTAutograd fails to trace a backward in a backward
+            shared = self.shared.add(key, node, body, results)
+        else:
+            with analysis(self.fake_mode, is_grad_enabled=site.is_grad_enabled):
+                results = adopt_captured(captured_value(node), fresh_results(shared))
+        call_shared(self.gm, node, shared)
+        set_value(node, results)
+
+    def _rewrite_body(
+        self, body: fx.GraphModule, values: list[Any], site: Site, *, may_alias: bool
+    ) -> Any:
         remember_captured(body.graph)
         MarkRegions(site).call(body)
-        rewriter = _Rewriter(body, self.decomposer, guards_range=self.guards_range)
-        result = rewriter.run(values)
+        rewriter = _Rewriter(body, self.decomposer, self.shared, guards_range=self.guards_range)
+        rewriter.run(values)
+        if not may_alias:
+            rewriter.clone_aliases()
         self.counts.update(rewriter.counts)
-        return result
+        return values_in(body.graph.output_node().args[0])
+
+    def clone_aliases(self) -> None:
+        """Clones results that share memory with operands or with each other.
+
+        For example, ``x.to(dtype)`` returns ``x`` if ``x`` already has the dtype after the rewrite.
+        """
+        output = self.graph.output_node()
+        placeholders = self.graph.find_nodes(op="placeholder")
+        storages = set(map(storage_id, tensors_in([value_of(node) for node in placeholders])))
+        for node in output.all_input_nodes:
+            for tensor in tensors_in(value_of(node)):
+                if storage_id(tensor) in storages:
+                    with self.graph.inserting_before(output):
+                        clone = self.graph.call_function(torch.ops.aten.clone.default, (node,))
+                    SITE.put(clone, SITE.of(output))
+                    CAPTURED.put(clone, captured_value(node))
+                    self._evaluate(clone)
+                    output.replace_input_with(node, clone)
+                storages.add(storage_id(tensor))
 
     def _attribute_value(self, node: fx.Node) -> Any:
         value: Any = self.gm

@@ -20,7 +20,8 @@ import torch
 
 from amp_fx.backend.fallback import with_autocast_off
 from amp_fx.backend.inner import compile_inner
-from amp_fx.graphs.bodies import copy_graph_module
+from amp_fx.graphs.bodies import copy_graph_module, graphs_in
+from amp_fx.graphs.shared_bodies import inline_shared_bodies
 from amp_fx.graphs.values import argument_values, tensors_in
 from amp_fx.regions.module_stack import ends_at_backward
 from amp_fx.regions.state import AutocastState, no_autocast
@@ -70,7 +71,8 @@ class RefuseMixedDtypes(CustomGraphPass):
         Raises:
             MixedDtypesError: A product has inputs of several dtypes.
         """
-        for node in graph.nodes:
+        assert graph.owning_module is not None
+        for node in [node for each in graphs_in(graph.owning_module) for node in each.nodes]:
             if node.target in _PRODUCTS and len(_floating_dtypes(node)) > 1:
                 raise MixedDtypesError(f"{node.format_node()} has inputs of several dtypes")
         if self.following is not None:
@@ -123,5 +125,6 @@ def compile_with_backward(
 
 def _compile_in(state: AutocastState, gm: fx.GraphModule, *args: Any) -> Compiled:
     """Compiles a rewritten graph whose backward is traced in an autocast state."""
+    inline_shared_bodies(gm)  # torch would reuse bodies that it traced in another state
     with state.applied():
         return compile_inner(with_autocast_off(gm, state), *args)

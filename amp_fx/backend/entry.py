@@ -20,6 +20,7 @@ from amp_fx.eager.checkpoints import restore_regions
 from amp_fx.eager.region import skip_in_dynamo
 from amp_fx.graphs.bodies import copy_graph_module, enters_regions, with_attributes_as_inputs
 from amp_fx.graphs.policy_mode import markers_left_on_error
+from amp_fx.graphs.shared_bodies import inline_shared_bodies
 from amp_fx.graphs.values import plain_inputs
 from amp_fx.options import Options
 from amp_fx.progress import working
@@ -147,6 +148,7 @@ def _compile(
     except Exception as error:
         log.debug("falling back", exc_info=True)
         warn_eager(error, options.compiler, uncompiled.graph)
+        inline_shared_bodies(uncompiled)
         return uncompiled.forward
 
 

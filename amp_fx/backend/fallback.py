@@ -13,6 +13,7 @@ from torch import fx
 from amp_fx.graphs.markers import surround
 from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.places import op_name, place_of
+from amp_fx.graphs.shared_bodies import inline_shared_bodies
 from amp_fx.graphs.values import captured_dtype, remember_captured
 from amp_fx.torch_private.ops import OpOverload
 
@@ -26,6 +27,7 @@ def as_native_region(
     gm: fx.GraphModule, state: AutocastState, *, restores_outputs: bool
 ) -> fx.GraphModule:
     """Surrounds a captured graph with one native autocast region, in place."""
+    inline_shared_bodies(gm)
     remember_captured(gm.graph)
     surround(gm.graph, state.markers(), state.policy if state.enabled else None)
     if restores_outputs:

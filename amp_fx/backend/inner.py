@@ -11,7 +11,8 @@ import torch
 from amp_fx.backend.aot_eager import compile_with_aot_eager
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.backend.inductor import compile_cached_with_inductor
-from amp_fx.backend.numerics import check_devices
+from amp_fx.backend.numerics import check_devices, is_strict
+from amp_fx.graphs.shared_bodies import inline_shared_bodies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,6 +45,10 @@ def compile_inner(
         cache: Decides which values of weights are cached; None caches nothing.
         joint_pass: Runs over joint graphs of forward and backward.
     """
+    if options.compiler == "eager" or is_strict(options):
+        # Torch differentiates a body only while it traces, and adds up its gradients in another
+        # order than eager code.
+        inline_shared_bodies(gm)
     if options.compiler == "eager":
         return gm.forward
     if options.has_eager_kernels:

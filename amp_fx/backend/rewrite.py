@@ -13,7 +13,7 @@ from amp_fx.backend.fallback import as_native_region, warn_fallback
 from amp_fx.backend.numerics import is_strict
 from amp_fx.backend.pipeline import default_passes, run_passes, with_added
 from amp_fx.errors import PassError
-from amp_fx.graphs.bodies import copy_graph_module
+from amp_fx.graphs.bodies import copy_graph_module, enters_regions, has_shared_bodies
 from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.opened_kernels import is_opened
 from amp_fx.graphs.places import input_path
@@ -159,11 +159,12 @@ def _program_dtypes(
 ) -> tuple[torch.dtype | None, ...] | None:
     """Returns the output dtypes of the uncompiled program; None if Dynamo captured them.
 
-    Dynamo captures a region with a policy under native autocast, and fake tensors ignore casts
-    inside of kernels. In graphs with such a region or kernel, the output dtypes are those of the
-    graph with the casts of its own regions only.
+    Dynamo captures a region with a policy under native autocast, fake tensors ignore casts inside
+    of kernels, and a shared body is captured in the region of its first call only. In such graphs,
+    the output dtypes are those of the graph with the casts of its own regions only.
     """
-    if not any(annotated_policy(gm, node) or is_opened(node) for node in gm.graph.nodes):
+    is_uncertain = any(annotated_policy(gm, node) or is_opened(node) for node in gm.graph.nodes)
+    if not is_uncertain and not (has_shared_bodies(gm) and enters_regions(gm)):
         return None
     program = copy_graph_module(gm)
     remember_captured(program.graph)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import fx
@@ -13,7 +13,7 @@ from amp_fx.torch_private.autocast import enter_autocast
 from amp_fx.torch_private.ops import HigherOrderOperator
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
 
 def graphs_in(gm: fx.GraphModule) -> list[fx.Graph]:
@@ -28,18 +28,44 @@ def enters_regions(gm: fx.GraphModule) -> bool:
 
 _hop = torch.ops.higher_order
 
-_BODIES: dict[Any, tuple[slice, int | None]] = {
-    _hop.tag_activation_checkpoint: (slice(1), None),
-    _hop.wrap: (slice(1), None),
-    _hop.cond: (slice(1, 3), 3),
+
+class _Signature(NamedTuple):
+    """Positions of the arguments of a higher-order op that calls plain graphs on operands.
+
+    Attributes:
+        bodies: Positions of the bodies.
+        operands: Position of the first operand, or of the tuple of operands.
+        is_tuple: Whether the operands are one tuple.
+    """
+
+    bodies: slice
+    operands: int
+    is_tuple: bool = False
+
+
+_BODIES: dict[Any, _Signature] = {
+    _hop.tag_activation_checkpoint: _Signature(slice(1), 1),
+    _hop.wrap: _Signature(slice(1), 1),
+    _hop.invoke_subgraph: _Signature(slice(1), 2),
+    _hop.cond: _Signature(slice(1, 3), 3, is_tuple=True),
 }
-"""Higher-order ops that call plain graphs on operands. Maps each to the positions of its bodies
-and of the tuple of operands; None if all other arguments are operands."""
 
 
 def has_plain_bodies(node: fx.Node) -> bool:
     """Returns True if a node is a higher-order op whose bodies may be rewritten."""
     return node.target in _BODIES
+
+
+def has_shared_body(node: fx.Node) -> bool:
+    """Returns True if other calls may share the body of a node (``shared_bodies``)."""
+    return node.target is _hop.invoke_subgraph
+
+
+def has_shared_bodies(gm: fx.GraphModule) -> bool:
+    """Returns True if a graph, or a body inside it, calls a body that other calls may share."""
+    return any(
+        graph.find_nodes(op="call_function", target=_hop.invoke_subgraph) for graph in graphs_in(gm)
+    )
 
 
 def argument_graphs(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
@@ -62,7 +88,7 @@ def is_reentrant_checkpoint(node: fx.Node) -> bool:
 
 def body_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
     """Returns the ``get_attr`` nodes of the bodies of a higher-order op."""
-    return node.args[_BODIES[node.target][0]]  # type: ignore[return-value]
+    return node.args[_BODIES[node.target].bodies]  # type: ignore[return-value]
 
 
 def bodies_of(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
@@ -72,18 +98,20 @@ def bodies_of(gm: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
 
 def operands_of(node: fx.Node) -> tuple[Any, ...]:
     """Returns the operands with which a higher-order op calls its bodies."""
-    bodies, position = _BODIES[node.target]
-    operands: Any = node.args[bodies.stop :] if position is None else node.args[position]
+    _, position, is_tuple = _BODIES[node.target]
+    operands: Any = node.args[position] if is_tuple else node.args[position:]
     return tuple(operands)
 
 
 def append_operand(node: fx.Node, operand: fx.Node) -> None:
     """Adds an operand to a higher-order op; each body must have a placeholder for it."""
-    _, position = _BODIES[node.target]
-    if position is None:
-        node.args = (*node.args, operand)
-    else:
-        node.update_arg(position, (*operands_of(node), operand))
+    set_operands(node, (*operands_of(node), operand))
+
+
+def set_operands(node: fx.Node, operands: tuple[Any, ...]) -> None:
+    """Replaces the operands of a higher-order op, one per placeholder of its bodies."""
+    _, position, is_tuple = _BODIES[node.target]
+    node.args = (*node.args[:position], *((operands,) if is_tuple else operands))
 
 
 def drop_unused_operands(gm: fx.GraphModule, names: Collection[str]) -> None:
@@ -96,8 +124,7 @@ def drop_unused_operands(gm: fx.GraphModule, names: Collection[str]) -> None:
         names: Names of the nodes that may be removed from the operands.
     """
     for node in gm.graph.nodes:
-        position = _BODIES[node.target][1] if has_plain_bodies(node) else None
-        if position is None:
+        if not has_plain_bodies(node) or not _BODIES[node.target].is_tuple:
             continue
         bodies = bodies_of(gm, node)
         inputs = [body.graph.find_nodes(op="placeholder") for body in bodies]
@@ -117,7 +144,21 @@ def drop_unused_operands(gm: fx.GraphModule, names: Collection[str]) -> None:
                 continue
             for body, placeholder in zip(bodies, placeholders, strict=True):
                 body.graph.erase_node(placeholder)
-        node.update_arg(position, tuple(remaining))
+        set_operands(node, tuple(remaining))
+
+
+def drop_unread_operands(nodes: Iterable[fx.Node], body: fx.GraphModule) -> None:
+    """Removes the operands that a body does not read from the nodes that call it.
+
+    ``invoke_subgraph`` saves all operands for its backward.
+    """
+    placeholders = body.graph.find_nodes(op="placeholder")
+    for node in nodes:
+        pairs = zip(placeholders, operands_of(node), strict=True)
+        set_operands(node, tuple(operand for inner, operand in pairs if inner.users))
+    for inner in placeholders:
+        if not inner.users:
+            body.graph.erase_node(inner)
 
 
 def mark_rewritten(node: fx.Node) -> None:
@@ -133,6 +174,29 @@ def is_rewritten(node: fx.Node) -> bool:
 def rewritten_bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
     """Returns the rewritten bodies of the higher-order ops of ``gm``."""
     return [body for node in gm.graph.nodes if is_rewritten(node) for body in bodies_of(gm, node)]
+
+
+def calls_of_bodies(gm: fx.GraphModule) -> list[tuple[list[fx.GraphModule], list[fx.Node]]]:
+    """Returns the rewritten bodies inside a graph with the nodes that call them.
+
+    Several nodes, also of different graphs, may call one body. Bodies follow the bodies that they
+    contain.
+    """
+    calls: dict[tuple[fx.GraphModule, ...], list[fx.Node]] = {}
+    visited: set[fx.GraphModule] = set()
+
+    def visit(graph_module: fx.GraphModule) -> None:
+        if graph_module in visited:
+            return
+        visited.add(graph_module)
+        for node in filter(is_rewritten, graph_module.graph.nodes):
+            bodies = bodies_of(graph_module, node)
+            for body in bodies:
+                visit(body)
+            calls.setdefault(tuple(bodies), []).append(node)
+
+    visit(gm)
+    return [(list(bodies), nodes) for bodies, nodes in calls.items()]
 
 
 def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:

@@ -413,7 +413,7 @@ def _rolled_back_unless(
 def call_key(node: fx.Node, inputs: list[fx.Node]) -> Any:
     """Returns a key of a call's target, constants and input metadata, equal for equal traces."""
     index = {n: i for i, n in enumerate(inputs)}
-    metadata = tuple(_value_key(value_of(n)) for n in inputs)
+    metadata = tuple(value_key(value_of(n)) for n in inputs)
     # Two nodes may have the same tensor as value (``x.float()`` is ``x`` if ``x`` is float32). The
     # trace then has one input for both, so it must not be reused for two different tensors.
     values = [id(value_of(n)) for n in inputs]
@@ -433,7 +433,12 @@ def _leaf_key(leaf: Any, index: dict[fx.Node, int]) -> Any:
     return f"{type(leaf).__qualname__}:{leaf!r}:{id(leaf)}"
 
 
-def _value_key(value: Any) -> Any:
+def value_key(value: Any) -> Any:
+    """Returns a key of the metadata of a tensor, or of a number, equal for equal metadata.
+
+    Raises:
+        NotPlainError: The value is a tuple.
+    """
     if isinstance(value, torch.Tensor):
         size = tuple(map(str, value.size()))
         stride = tuple(map(str, value.stride())) if value.layout is torch.strided else None

@@ -55,6 +55,10 @@ VALUE: Key[Any] = Key("val")
 """The value after rewriting, under torch's key (``values.set_value``)."""
 EXAMPLE_VALUE: Key[Any] = Key("example_value")
 """The same value under Dynamo's key."""
+CUSTOM: Key[dict[str, Any]] = Key("custom")
+"""Dynamo's annotations of a node (``policy_mode``)."""
+MODULE_STACK: Key[dict[str, tuple[str, Any]]] = Key("nn_module_stack")
+"""The names and classes of the modules around a node, outermost first."""
 VERSION: Key[tuple[int, int] | None] = Key("version")
 """The version of the value when the node was evaluated (``values.version_of``)."""
 DECISIONS: Key[tuple[OpDecision, ...]] = Key("decisions")

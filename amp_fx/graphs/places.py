@@ -86,9 +86,14 @@ def module_types(gm: fx.GraphModule, frame: CompileFrame) -> dict[str, str]:
 def input_path(node: fx.Node, frame: CompileFrame = NO_FRAME) -> str:
     """Returns the path of a parameter or buffer (``layers.0.weight``), or an argument's name."""
     source = getattr(node, "_dynamo_source", None)
-    name = source.name if source is not None else str(node.target)
-    path = variable_path(name() if callable(name) else name, frame)
+    path = variable_path(str(node.target) if source is None else dynamo_name(source), frame)
     return _named_argument(path, frame) or node.name
+
+
+def dynamo_name(source: Any) -> str:
+    """Returns Dynamo's name of a source, such as ``L['self']._modules['layer']``."""
+    name = source.name
+    return str(name() if callable(name) else name)
 
 
 def _named_argument(path: str, frame: CompileFrame) -> str:

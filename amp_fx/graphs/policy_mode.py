@@ -14,7 +14,8 @@ import torch
 from torch.nn.functional import binary_cross_entropy
 from torch.overrides import TorchFunctionMode
 
-from amp_fx.graphs.bodies import argument_graphs
+from amp_fx.graphs.bodies import argument_graphs, has_shared_body
+from amp_fx.graphs.metadata import CUSTOM
 from amp_fx.graphs.policy_calls import find_call, outside_of_dynamo
 from amp_fx.regions.policy_numbers import number_of, policy_of
 from amp_fx.regions.state import left_on_error
@@ -63,14 +64,20 @@ class PolicyMode(TorchFunctionMode):
 def annotated_policy(gm: fx.GraphModule, node: fx.Node) -> Policy | None:
     """Returns the policy of the innermost mode around a captured node; None if there is none."""
     nodes = [node]
-    # Dynamo annotates the nodes in the bodies of a higher-order op, but not the op itself.
-    for body in argument_graphs(gm, node):
-        nodes += body.graph.nodes
+    # Dynamo annotates the nodes in the bodies of a higher-order op, but not the op itself. It
+    # annotates ``invoke_subgraph``, whose body is annotated for the first of its calls.
+    if not has_shared_body(node):
+        for body in argument_graphs(gm, node):
+            nodes += body.graph.nodes
     for annotated in nodes:
-        for name in annotated.meta.get("custom") or ():  # the innermost mode annotates first
-            if str(name).startswith(_ANNOTATION):
-                return policy_of(int(str(name).removeprefix(_ANNOTATION)))
+        for name in filter(is_policy_annotation, CUSTOM.get(annotated) or ()):
+            return policy_of(int(name.removeprefix(_ANNOTATION)))  # of the innermost mode
     return None
+
+
+def is_policy_annotation(name: object) -> bool:
+    """Returns True if a key of ``CUSTOM`` is the annotation of a ``PolicyMode``."""
+    return str(name).startswith(_ANNOTATION)
 
 
 def ambient_policy() -> Policy | None:

@@ -7,11 +7,21 @@ from typing import Any
 
 from torch._higher_order_ops.flex_attention import sdpa_dense
 from torch._higher_order_ops.map import map_dense
+from torch._higher_order_ops.passes.inline_invoke_subgraph import (
+    inline_invoke_subgraph,
+    inline_single_use_invoke_subgraph,
+)
 from torch._higher_order_ops.scan import generic_scan
 from torch._prims.rng_prims import run_and_save_rng_state
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-__all__ = ("generic_scan", "map_dense", "sdpa_dense")
+__all__ = (
+    "generic_scan",
+    "inline_invoke_subgraph",
+    "inline_single_use_invoke_subgraph",
+    "map_dense",
+    "sdpa_dense",
+)
 
 
 @functools.cache
