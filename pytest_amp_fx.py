@@ -1,0 +1,1 @@
+"""Nothing: environments that were installed before the plugin became opt-in still load this."""
