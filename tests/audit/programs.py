@@ -181,6 +181,36 @@ def state_cast_to_bfloat16() -> Any:
     return step, batch(), {}
 
 
+class LowMomentum(torch.optim.SGD):
+    """SGD with momentum that its first step creates in bfloat16."""
+
+    def __init__(self, params: Any, dtype: torch.dtype = BFLOAT16) -> None:
+        super().__init__(params, lr=0.1)
+        self._dtype = dtype
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(weight, dtype=self._dtype)
+                state["momentum"].mul_(0.9).add_(weight.grad)
+                weight.detach().sub_(state["momentum"].to(weight.dtype), alpha=group["lr"])
+
+
+@planted("state_low")
+def state_that_the_first_step_creates() -> Any:
+    model = net()
+    return training(model, LowMomentum(model.parameters())), batch(), {}
+
+
+@sound("state_low")
+def float32_state_that_the_first_step_creates() -> Any:
+    model = net()
+    return training(model, LowMomentum(model.parameters(), torch.float32)), batch(), {}
+
+
 @sound("state_low")
 def state_in_float32() -> Any:
     step, inputs, options = plain()
@@ -275,6 +305,34 @@ def a_loss_by_hand() -> Any:
         loss.backward()
 
     return step, batch()[:1], {}
+
+
+def _loss_by_hand(*, is_cast_before: bool, is_cast_after: bool = False) -> Any:
+    model = net()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            out = model(x)
+            out = out.float() if is_cast_before else out
+            loss = -(out.softmax(-1).log().gather(1, y[:, None])).mean()  # here
+        return loss.float() + x.square().mean() if is_cast_after else loss
+
+    return step, batch(), {}
+
+
+@planted("loss_low")
+def a_loss_by_hand_in_the_region() -> Any:
+    return _loss_by_hand(is_cast_before=False)
+
+
+@planted("loss_low")
+def a_loss_by_hand_in_the_region_and_another_term() -> Any:
+    return _loss_by_hand(is_cast_before=False, is_cast_after=True)
+
+
+@sound("loss_low")
+def a_loss_by_hand_of_float32_values() -> Any:
+    return _loss_by_hand(is_cast_before=True)
 
 
 @planted("loss_low")
@@ -522,6 +580,34 @@ def a_product_in_a_disabled_region() -> Any:
         return distances.mean() + logits.mean()
 
     return step, batch()[:1], {}
+
+
+def _disabled(*shape: int, is_inside: bool = True) -> Any:
+    model, weight = net(shape[0]), nn.Parameter(torch.randn(shape))
+
+    def step(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=is_inside):
+            hidden = model(x)
+            with torch.autocast("cpu", enabled=False):
+                hidden = hidden.float() @ weight  # here
+        return hidden.square().mean()
+
+    return step, batch()[:1], {}
+
+
+@planted("float32_product")
+def a_large_product_in_a_disabled_region() -> Any:
+    return _disabled(1024, 1024)
+
+
+@sound("float32_product")
+def a_router_in_a_disabled_region() -> Any:
+    return _disabled(1024, 64)
+
+
+@sound("float32_product")
+def a_large_product_without_any_region() -> Any:
+    return _disabled(1024, 1024, is_inside=False)
 
 
 def _backward(*, is_inside: bool) -> Any:

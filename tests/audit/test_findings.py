@@ -41,6 +41,18 @@ def test_a_sound_twin_has_no_such_finding(name: str) -> None:
     assert not found, str(report)
 
 
+def test_the_repair_of_low_states_depends_on_the_weights() -> None:
+    _, float32_weights = PLANTED["state_that_the_first_step_creates"]
+    _, low_weights = PLANTED["low_weights_with_a_small_rate"]
+    repairs = [
+        [f.repair for f in audited(program).findings if f.kind == "state_low"]
+        for program in (float32_weights, low_weights)
+    ]
+    assert [len(each) for each in repairs] == [1, 1]
+    assert "for float32 weights" not in repairs[0][0]
+    assert "Create the optimizer for float32 weights" in repairs[1][0]
+
+
 def test_each_kind_has_a_planted_fault() -> None:
     kinds = {kind for kind, _ in PLANTED.values()}
     assert kinds == set(REPAIRS) - {"reduction_low"}  # in test_collectives.py

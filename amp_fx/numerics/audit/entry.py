@@ -165,6 +165,8 @@ class _Audit:
                     "the step neither calls backward() nor returns a loss, a floating-point scalar "
                     "that requires gradients: give amp_fx.audit a whole training step"
                 )
+            if mode.notes.on_backward is not None:
+                mode.notes.on_backward(loss)
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
             scaled = loss if self.scaler is None else self.scaler.scale(loss)

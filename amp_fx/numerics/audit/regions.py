@@ -72,6 +72,12 @@ class Regions:
         regions = (each for each in reversed(self.entered) if each.device_type == device_type)
         return next(regions, None)
 
+    def outer(self, inner: Region) -> Region | None:
+        """Returns the innermost enabled region of the same device type around a region."""
+        around = self.entered[: self.entered.index(inner)]
+        enabled = (r for r in reversed(around) if r.is_enabled)
+        return next((r for r in enabled if r.device_type == inner.device_type), None)
+
     def _replace(self, name: str, before: Callable[..., None]) -> None:
         method = self._replaced[name] = vars(torch.autocast)[name]
 

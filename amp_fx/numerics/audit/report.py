@@ -24,19 +24,20 @@ if TYPE_CHECKING:
 REPAIRS = {
     "update_lost": "Store the weights in float32 and train under torch.autocast, or give the "
     "optimizer float32 copies of them.",
-    "state_low": "Create the optimizer for float32 weights, so that its state is float32.",
+    "state_low": "Use an optimizer, or an option of it, that stores its state in float32, and do "
+    "not cast the state.",
     "gradient_sum_low": "Add gradients in float32: store the weights in float32, and use "
     "torch.autocast(..., cache_enabled=False) if one weight is used several times in a region.",
     "reduction_low": "Add in float32: reduce_dtype=torch.float32 in FSDP2's "
     "MixedPrecisionPolicy, no compressing hook in DDP, float32 partial sums in tensor parallel.",
-    "loss_low": "Call .float() on the values before they are rounded, or compute the loss inside "
-    "of the autocast region.",
+    "loss_low": "Call .float() on the values before they are rounded, or call a loss function of "
+    "torch.nn.functional inside of the autocast region.",
     "router_low": "Compute the values that decide in float32: call .float() on the inputs inside "
     "torch.autocast(..., enabled=False).",
     "integer_low": "Compute the product in float32 inside torch.autocast(..., enabled=False); on "
     "CUDA also with torch.backends.cuda.matmul.fp32_precision = 'ieee'.",
     "float32_product": "Call an op that autocast casts, such as torch.matmul without out=, or cast "
-    "the inputs to the dtype of the region.",
+    "the inputs to the dtype of the region; turn autocast off only around ops that need float32.",
     "backward_in_region": "Call backward() after the autocast region.",
     "scaler_with_bfloat16": "Remove the scaler, or use GradScaler(enabled=False).",
     "scaler_missing": "Use amp_fx.GradScaler or torch.amp.GradScaler, or train in bfloat16.",
@@ -81,11 +82,13 @@ class Finding:
         return f"{self.kind}: {place}{times}\n   {self.message}\n   Repair: {self.repair}"
 
 
-def new_finding(kind: str, site: NodeLocation, message: str, module: str | None = None) -> Finding:
-    """Returns a finding at a site."""
+def new_finding(
+    kind: str, site: NodeLocation, message: str, module: str | None = None, repair: str = ""
+) -> Finding:
+    """Returns a finding at a site; its repair is that of the kind by default."""
     source = f"{site.file}:{site.line}" if site.file else ""
     where = site.module if module is None else module
-    return Finding(kind, where, source, site.code, message, REPAIRS[kind])
+    return Finding(kind, where, source, site.code, message, repair or REPAIRS[kind])
 
 
 def merged(findings: Iterable[Finding]) -> tuple[Finding, ...]:

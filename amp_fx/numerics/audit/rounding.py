@@ -125,7 +125,8 @@ class LossRule(Rule):
 
     def __init__(self, roundings: Roundings) -> None:
         self._roundings = roundings
-        self._scalars: Marks[NodeLocation] = Marks()
+        self._scalars: Marks[tuple[NodeLocation, torch.dtype, bool]] = Marks()
+        """Where scalars were computed in low precision, and whether in an autocast region."""
 
     def see(self, event: Event) -> None:
         """Examines the inputs of losses and norms."""
@@ -141,21 +142,37 @@ class LossRule(Rule):
                 self._add(event.site, event.function, rounding.dtype, rounding.cast)
             elif is_loss and is_off and is_below_float32(tensor.dtype):
                 self._add(event.site, event.function, tensor.dtype)
-        for result in event.results if is_off else ():
-            if result.numel() == 1 and is_below_float32(result.dtype):
-                self._scalars.put(result, event.site)
+        scalars = (self._scalars.get(tensor) for tensor in event.floats)
+        earlier = next(filter(None, scalars), None)  # of a part of the loss
+        for result in event.results:
+            if result.numel() != 1 or not result.is_floating_point():
+                continue
+            self._scalars.pop(result)
+            if is_below_float32(result.dtype):
+                self._scalars.put(result, (event.site, result.dtype, not is_off))
+            elif earlier is not None:
+                self._scalars.put(result, earlier)
 
     def see_root(self, root: torch.Tensor) -> None:
         """Examines the tensor that a backward begins with."""
-        site = self._scalars.get(root)
-        if site is not None and is_below_float32(root.dtype):
-            self._add(site, "the loss", root.dtype)
+        found = self._scalars.get(root)
+        if found is not None:
+            site, dtype, is_in_region = found
+            self._add(site, "the loss", dtype, is_in_region=is_in_region)
 
     def _add(
-        self, site: NodeLocation, what: str, dtype: torch.dtype, cast: NodeLocation | None = None
+        self,
+        site: NodeLocation,
+        what: str,
+        dtype: torch.dtype,
+        cast: NodeLocation | None = None,
+        *,
+        is_in_region: bool = False,
     ) -> None:
         name, eps = dtype_name(dtype), torch.finfo(dtype).eps / 2
-        if cast is None:
+        if cast is None and is_in_region:
+            how = f"is computed in {name} by ops that autocast does not cast on this device"
+        elif cast is None:
             how = f"is computed in {name}, outside of an autocast region"
         else:
             how = f"takes values that {_line(cast)} rounded from float32 to {name}"

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 LEAST_LOST = 0.1
 """The share of a parameter's elements that have to be lost for a finding."""
 
+_FLOAT32_WEIGHTS = "Create the optimizer for float32 weights, so that its state is float32."
+
 State = dict[str, torch.Tensor]
 
 
@@ -126,9 +128,10 @@ class UpdateRule(Rule):
                     self._mode.uses.add("optimizer states", [tensor], module)
             if before:
                 _step(twin)
-                self._compare(optimizer, before, twin)
+                self._compare(optimizer, before)
+            self._see_states(optimizer, before, twin)
 
-    def _compare(self, optimizer: Any, before: list[_Before], twin: Any) -> None:
+    def _compare(self, optimizer: Any, before: list[_Before]) -> None:
         losses = [(each, _loss(optimizer, each)) for each in before]
         lost = [(each, loss.share) for each, loss in losses if loss.share >= LEAST_LOST]
         lost.sort(key=lambda pair: -pair[1])
@@ -146,18 +149,22 @@ class UpdateRule(Rule):
             )
             module = first.name.rpartition(".")[0]
             self.found.append(new_finding("update_lost", self._site, message, module))
-        self._see_states(optimizer, before, twin)
 
     def _see_states(self, optimizer: Any, before: list[_Before], twin: Any) -> None:
+        """Examines the states after the step: its first step creates them."""
+        earlier = {id(each.parameter): each for each in before}
         keys: dict[str, torch.dtype] = {}
+        owners: list[torch.Tensor] = []
         stuck = total = 0
-        for each in before:
-            exact = _state_of(twin, each.twin)
-            for key, value in _state_of(optimizer, each.parameter).items():
+        for parameter in parameters_of(optimizer):
+            each = earlier.get(id(parameter))
+            exact = {} if each is None else _state_of(twin, each.twin)
+            for key, value in _state_of(optimizer, parameter).items():
                 if not is_below_float32(value.dtype):
                     continue
                 keys[key] = value.dtype
-                if key in each.state and key in exact:
+                owners.append(parameter)
+                if each is not None and key in each.state and key in exact:
                     should = exact[key] != each.state[key].double()
                     stuck += int((should & (value == each.state[key])).sum())
                     total += int(should.sum())
@@ -172,8 +179,10 @@ class UpdateRule(Rule):
             f"The optimizer stores {', '.join(keys)} in {' and '.join(names)}: a change of less "
             f"than {torch.finfo(dtype).eps / 4:.2%} of an element is lost{measured}."
         )
-        module = next(iter(before)).name.rpartition(".")[0]
-        self.found.append(new_finding("state_low", self._site, message, module))
+        has_low_weights = any(is_below_float32(owner.dtype) for owner in owners)
+        repair = _FLOAT32_WEIGHTS if has_low_weights else ""
+        module = self._mode.places.path_of(owners[0]).rpartition(".")[0]
+        self.found.append(new_finding("state_low", self._site, message, module, repair))
 
 
 def _is_tensor(value: Any) -> bool:

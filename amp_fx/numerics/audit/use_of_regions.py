@@ -17,6 +17,7 @@ from amp_fx.numerics.shadow import is_custom
 from amp_fx.numerics.storages import address_of
 from amp_fx.policies.policy import preset
 from amp_fx.reports import human
+from amp_fx.tables.cast_policy import CastPolicy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,14 +67,17 @@ class RegionRule(Rule):
         if not event.flops or not event.floats:
             return
         self._flops += event.flops
+        is_float32 = all(tensor.dtype == torch.float32 for tensor in event.floats)
         if region is not None and not region.is_asked:
-            return  # a region inside turns autocast off on purpose
+            # Small ops in float32 are what such regions are for.
+            if is_float32 and self._mode.regions.outer(region) is not None and _is_large(event):
+                self._float32.append(event)
+            return
         has_low = any(is_below_float32(tensor.dtype) for tensor in event.floats)
         for outer in self._mode.regions.entered:
             products = self._products.setdefault(outer, _Products())
             products.is_cast |= has_low
             products.other = products.other or event
-        is_float32 = all(tensor.dtype == torch.float32 for tensor in event.floats)
         if region is not None and region.is_enabled and is_float32 and not _is_by_policy(event):
             self._float32.append(event)
 
@@ -87,7 +91,7 @@ class RegionRule(Rule):
                 continue
             message = (
                 f"{event.name} with {human(event.flops, '')} operations runs in float32 inside a "
-                f"region of {dtype_name(event.region.dtype)}, so no tensor core is used."
+                f"region {_described(event.region)}, so no tensor core is used."
             )
             yield new_finding("float32_product", event.site, message)
         if self._backward is not None:
@@ -113,6 +117,26 @@ class RegionRule(Rule):
             )
             site = region.site if region.site.file else event.site
             yield new_finding("region_without_effect", site, message)
+
+
+def _described(region: Region) -> str:
+    return f"of {dtype_name(region.dtype)}" if region.is_asked else "that turns autocast off"
+
+
+def _is_large(event: Event) -> bool:
+    """Returns True if autocast would cast a product that is large in its inner and outer size.
+
+    The products of routers, which regions that are off often surround, have a small outer size.
+    """
+    result = event.results[0]
+    table = preset("torch").tables.get(result.device.type, {})
+    if table.get(f"aten::{event.site.op}") is CastPolicy.FP32:  # such as cdist
+        return False
+    inner = event.flops // (2 * max(1, result.numel()))
+    return result.dim() > 0 and min(inner, result.shape[-1]) >= _LARGE
+
+
+_LARGE = 512
 
 
 def _is_by_policy(event: Event) -> bool:
