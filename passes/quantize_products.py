@@ -168,16 +168,7 @@ class _Quantizer:
         if has_gradient and value_of(x).requires_grad:
             back = self._quantized(node, weight, settings, has_rows, is_back=True)
         differentiable_weight = weight if has_gradient and value_of(weight).requires_grad else None
-        offsets = bound.get(operands.offsets)
-        args = (
-            x,
-            differentiable_weight,
-            recipe,
-            *forward,
-            *back,
-            has_rows,
-            *(() if offsets is None else (offsets,)),
-        )
+        args = (x, differentiable_weight, recipe, *forward, *back, has_rows)
         result = self._add(node, float8_product, args)
         note = f"float8, recipe {recipe}: {RECIPES[recipe]}"
         if SOURCES[settings.source] is not None:

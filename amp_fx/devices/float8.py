@@ -9,13 +9,9 @@ import torch
 
 from amp_fx.devices.low_dtypes import device_names
 from amp_fx.errors import DtypeWarning
-from amp_fx.torch_private.ops import has_kernel_for
 
 LEAST_CAPABILITY = (8, 9)
 """Lowest compute capability with float8 support."""
-
-EXPERTS_CAPABILITY = (9, 0)
-"""Compute capability that ``torch._scaled_grouped_mm`` requires."""
 
 
 def why_no_float8(device: torch.device) -> str:
@@ -32,26 +28,6 @@ def why_no_float8(device: torch.device) -> str:
     if not torch.cuda.is_available():
         return ""
     return _why_not_on_cuda(device.index or 0)
-
-
-def why_no_float8_experts(device: torch.device) -> str:
-    """Returns the reason why a device cannot compute grouped float8 products; empty if it can.
-
-    Expects a device that passed ``why_no_float8``. Source: torch's ``_scaled_grouped_mm_cuda``,
-    whose kernel for rowwise scales requires Hopper.
-    """
-    if device.type == "meta":
-        return ""
-    key = device.type.upper()
-    if not has_kernel_for("aten::_scaled_grouped_mm", key):
-        return f"torch has no torch._scaled_grouped_mm for {device.type}"
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return ""
-    index = device.index or 0
-    if torch.cuda.get_device_capability(index) == EXPERTS_CAPABILITY:
-        return ""
-    name = device_names("cuda", [index])
-    return f"torch._scaled_grouped_mm requires compute capability 9.0, got {name}"
 
 
 @functools.cache

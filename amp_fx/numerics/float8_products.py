@@ -7,10 +7,7 @@ with the plain product of the same operands.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from amp_fx.numerics.mode import ShadowedCall, ShadowMode
 from amp_fx.numerics.shadow import OpFacts, below_everything, is_tracked
@@ -19,6 +16,8 @@ from amp_fx.tables.float8 import RECIPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     from amp_fx.graphs.places import NodeLocation
     from amp_fx.tables.float8 import Scaling
@@ -37,7 +36,6 @@ class Float8ShadowMode(ShadowMode):  # type: ignore[no-untyped-call]
         weight: torch.Tensor,
         recipe: str,
         has_rows_of_outputs: bool,
-        offsets: torch.Tensor | None,
     ) -> torch.Tensor:
         """Runs a product and measures it; its backward is measured when it runs.
 
@@ -47,15 +45,13 @@ class Float8ShadowMode(ShadowMode):  # type: ignore[no-untyped-call]
             weight: The weight as it is stored.
             recipe: A name of ``RECIPES``.
             has_rows_of_outputs: True if the weight is ``[outputs, inputs]``.
-            offsets: The ends of the rows of each expert, as in ``torch._grouped_mm``.
         """
         if self.is_paused or not is_tracked(x) or not is_tracked(weight):
             return run()
         self.guard.note_inputs([x, weight])
         with self.paused():
             result = run()
-        ends = [] if offsets is None else offsets.tolist()
-        _Product(self, x, weight, recipe, has_rows_of_outputs, ends).compare_forward(result)
+        _Product(self, x, weight, recipe, has_rows_of_outputs).compare_forward(result)
         return result
 
 
@@ -93,10 +89,8 @@ class _Product:
     weight: torch.Tensor
     recipe: str
     has_rows_of_outputs: bool
-    ends: list[int]
 
     def __post_init__(self) -> None:
-        self.groups = [slice(a, b) for a, b in itertools.pairwise([0, *self.ends])]
         self.settings = RECIPES[self.recipe]
         self.version = self.x._version
 
@@ -106,9 +100,9 @@ class _Product:
         call = self._call([x, weight], self.settings.forward, *mode.place(KERNEL, [x, weight]))
         with mode.paused(), below_everything():
             self.shadow = mode.shadows.of(x), self._matrix(mode.shadows.of(weight))
-            shadow, repeated = (self._by_rows(*pair) for pair in (self.shadow, self._wide()))
+            shadow, repeated = (x @ matrix for x, matrix in (self.shadow, self._wide()))
             scaling = self.settings.forward
-            operands = [(self._rows(x), scaling), (self._matrix(weight).mT, scaling)]
+            operands = [(_rows(x), scaling), (self._matrix(weight).mT, scaling)]
             call.compare_product((result, shadow, repeated), operands)
         node, number = result.grad_fn, call.number
         if node is not None and number is not None:
@@ -135,16 +129,15 @@ class _Product:
         pairs = [(shadow, *self.shadow), (wide, *self._wide())]
         scaling = self.settings.grad
         if grads[0] is not None:
-            products = [self._by_rows(g, matrix.mT) for g, _, matrix in pairs]
+            products = [g @ matrix.mT for g, _, matrix in pairs]
             call = self._call([grad, self.weight], scaling, "backward", site)
-            call.compare_product((grads[0], *products), [(self._rows(grad), scaling)])
+            call.compare_product((grads[0], *products), [(_rows(grad), scaling)])
         if grads[1] is not None:
-            products = [self._over_rows(x, g) for g, x, _ in pairs]
+            products = [_rows(x).mT @ _rows(g) for g, x, _ in pairs]
             products = [p.mT if self.has_rows_of_outputs else p for p in products]
             is_float8 = self.settings.has_float8_weight_grads
             call = self._call([grad, self.x], scaling if is_float8 else None, "backward", site)
-            parts = self._parts(grad) if is_float8 else []
-            operands = [(part.mT, scaling) for part in parts if part.numel()]
+            operands = [(_rows(grad).mT, scaling)] if is_float8 else []
             call.compare_product((grads[1], *products), operands)
 
     def _call(
@@ -162,22 +155,6 @@ class _Product:
         """Returns the weight as ``[inputs, outputs]``."""
         return weight.mT if self.has_rows_of_outputs else weight
 
-    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        is_of_experts = self.weight.dim() == 3
-        return tensor if is_of_experts else tensor.reshape(-1, tensor.shape[-1])
 
-    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the rows of each expert; all rows without offsets."""
-        return [tensor[rows] for rows in self.groups] or [self._rows(tensor)]
-
-    def _by_rows(self, left: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-        if not self.groups:
-            return left @ matrix
-        parts = [part @ own for part, own in zip(self._parts(left), matrix, strict=True)]
-        unused = left.new_zeros(len(left) - self.ends[-1], matrix.shape[-1])
-        return torch.cat([*parts, unused])
-
-    def _over_rows(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        pairs = zip(self._parts(left), self._parts(right), strict=True)
-        products = [a.mT @ b for a, b in pairs]
-        return torch.stack(products) if self.groups else products[0]
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])

@@ -46,7 +46,7 @@ from amp_fx.options import Options
 from amp_fx.progress import working
 from amp_fx.second_call import takes_inputs_later
 from amp_fx.tables.cast_policy import CastPolicy
-from amp_fx.tables.products import FLOAT32_PRODUCTS
+from amp_fx.tables.float8 import PRODUCTS
 
 if TYPE_CHECKING:
     import os
@@ -334,7 +334,7 @@ class _Search:
 
     def _with_cheaper_products(self, chosen: tuple[Unit, ...]) -> tuple[Unit, ...]:
         """Gives products low-precision inputs again, if a float32 result is enough for them."""
-        products = [unit for unit in chosen if f"aten::{unit.op}" in FLOAT32_PRODUCTS]
+        products = [unit for unit in chosen if f"aten::{unit.op}" in PRODUCTS]
         for group in (products, *([unit] for unit in products if len(products) > 1)):
             cheaper = tuple(
                 dataclasses.replace(unit, treatment=WIDE) if unit in group else unit

@@ -312,19 +312,11 @@ def _why_not(overloads: tuple[str, ...], policy: CastPolicy) -> str:
         return f"{names} has no equivalent overload with a dtype argument"
     if policy in PRODUCT_POLICIES:
         products = ", ".join(PRODUCT_POLICIES[policy])
-        reason = f"{names} does not support this policy; the supported products are {products}"
-        is_grouped = any(PRODUCTS[op].offsets for op in overloads if op in PRODUCTS)
-        return f"{reason}{_OF_GROUPED if is_grouped else ''}"
+        return f"{names} does not support this policy; the supported products are {products}"
     return (
         f"{names} writes to its inputs, returns a view of them or has no tensor inputs, and "
         "autocast never casts the inputs of such ops"
     )
-
-
-_OF_GROUPED = (
-    "; kernels of grouped products return the dtype of their inputs: use torch.bmm for float32 "
-    "results"
-)
 
 
 def _check_contradictions(entries: list[OpOverride]) -> None:

@@ -125,7 +125,7 @@ def can_give_float32(call: Call, device_type: str) -> bool:
     """Returns True if autocast may cast both factors of a call and both are strided.
 
     Args:
-        call: A call of an op of ``tables.products.FLOAT32_PRODUCTS``.
+        call: A call of an op of ``tables.float8.PRODUCTS``.
         device_type: The device type of the region.
     """
     operands, bound = PRODUCTS[qualified_name(call[0])], bind(*call)
@@ -137,7 +137,7 @@ def can_give_float32(call: Call, device_type: str) -> bool:
 
 
 def run_with_float32_result(call: Call, low_dtype: torch.dtype) -> torch.Tensor:
-    """Computes a call of an op of ``tables.products.FLOAT32_PRODUCTS`` with a float32 result.
+    """Computes a call of an op of ``tables.float8.PRODUCTS`` with a float32 result.
 
     The bias is not rounded, because it is not an operand of the product.
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.devices.float8 import why_no_float8, why_no_float8_experts
-from amp_fx.dtypes import dtype_name, is_dtensor
+from amp_fx.devices.float8 import why_no_float8
+from amp_fx.dtypes import dtype_name
 from amp_fx.policies.calls import bind, qualified_name
 from amp_fx.policies.rounding import round_to
-from amp_fx.tables.float8 import BY_ROW, LIMITS, MULTIPLE, PRODUCTS, RECIPES, SOURCES
+from amp_fx.tables.float8 import LIMITS, MULTIPLE, PRODUCTS, RECIPES, SOURCES
 from amp_fx.torch_private.autograd import skip_frames_of
 from amp_fx.torch_private.fake_tensors import FakeTensor
-from amp_fx.torch_private.kernels import scaled_grouped_mm, scaled_mm
+from amp_fx.torch_private.kernels import scaled_mm
 from amp_fx.torch_private.modes import current_dispatch_mode
 from amp_fx.torch_private.ops import OpOverload
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     Quantized = tuple[torch.Tensor, torch.Tensor]
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+_WEIGHT_CLASSES = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
 
 def operands_of(op: object) -> Operands | None:
@@ -60,59 +61,19 @@ def why_not_float8(
         return f"float8 products return bfloat16, but the region's dtype is {dtype_name(low_dtype)}"
     if why := why_no_float8(x.device):
         return why
-    if weight.layout is not torch.strided or _is_foreign(weight):
+    if weight.layout is not torch.strided or type(weight) not in _WEIGHT_CLASSES:
         return f"the weight is a {type(weight).__name__} with layout {weight.layout}"
     if weight.dtype not in _WEIGHT_DTYPES:
         return f"the weight is stored in {dtype_name(weight.dtype)}"
-    if why := _why_not_of_experts(operands, bound, weight, settings):
-        return why
+    if weight.dim() != 2:
+        return f"the weight has {weight.dim()} dimensions"
     if any(bound.get(name, 1) != 1 for name in ("alpha", "beta")):
         return "alpha and beta are not 1"
     if any(size == 0 for size in x.shape if isinstance(size, int)):
         return "the batch is empty"
-    local_sizes = _local_sizes(weight)
-    if local_sizes is None:
-        return "the shards of the weight have different sizes"
-    rows, columns = local_sizes
+    rows, columns = weight.shape
     num_out, num_in = (rows, columns) if has_rows_of_outputs else (columns, rows)
     return _why_not_of_sizes(num_out, num_in, settings)
-
-
-def _why_not_of_experts(
-    operands: Operands, bound: dict[str, Any], weight: torch.Tensor, settings: Float8
-) -> str:
-    """Returns the reason why a product with one weight per expert cannot run in float8."""
-    x, offsets = bound[operands.input], bound.get(operands.offsets)
-    is_batched = x.dim() == 3 and x.shape[0] == weight.shape[0] and offsets is None
-    is_grouped = x.dim() == 2 and offsets is not None
-    if weight.dim() == 2 and not operands.offsets:
-        return ""
-    if weight.dim() != 3 or not (is_batched or is_grouped):
-        return f"the weight has {weight.dim()} dimensions, and the input {x.dim()}"
-    if why := why_no_float8_experts(weight.device):
-        return f"it is a product of experts, and {why}"
-    if settings.recipe != "rowwise":
-        return f"products of experts require the recipe rowwise, not {settings.recipe}"
-    has_bias = bool(operands.offsets) and bound.get("bias") is not None
-    if has_bias or bound.get("out_dtype") not in (None, torch.bfloat16):
-        return "torch._scaled_grouped_mm returns bfloat16 and has no bias"
-    return ""
-
-
-def _is_foreign(weight: torch.Tensor) -> bool:
-    plain = (torch.Tensor, torch.nn.Parameter, FakeTensor)
-    return type(weight) not in plain and not (is_dtensor(weight) and weight.dim() == 2)
-
-
-def _local_sizes(weight: Any) -> tuple[int, int] | None:
-    """Returns the local rows and columns of a matrix, or None if they differ between ranks."""
-    sizes = list(weight.shape)
-    for dim, placement in enumerate(weight.placements if is_dtensor(weight) else ()):
-        if placement.is_shard():
-            sizes[placement.dim], rest = divmod(sizes[placement.dim], weight.device_mesh.size(dim))
-            if rest:
-                return None
-    return sizes[-2], sizes[-1]
 
 
 def _why_not_of_sizes(num_out: int, num_in: int, settings: Float8) -> str:
@@ -133,7 +94,7 @@ def quantize(
     """Quantizes a tensor with scales that map its largest elements to the maximum of the dtype.
 
     Args:
-        tensor: A matrix or a batch of matrices.
+        tensor: The tensor.
         scaling: The float8 dtype, and the granularity of scales.
         dim: The dimension over which the product sums.
         has_power_of_two_scales: If True, scales are rounded down to powers of two.
@@ -142,23 +103,13 @@ def quantize(
         The float8 data, and the float32 factors that undo the scales: one for the tensor, or one
         for each index of the other dimensions.
     """
-    magnitude = tensor.abs()
+    magnitude, limit = tensor.abs(), LIMITS[scaling.dtype]
     largest = magnitude.amax(dim, keepdim=True) if scaling.is_by_row else magnitude.max()
-    scale = _scales(largest, scaling, has_power_of_two_scales)
-    return _scaled(tensor, scale, scaling), scale.reciprocal()
-
-
-def _scales(largest: torch.Tensor, scaling: Scaling, has_power_of_two_scales: bool) -> torch.Tensor:
-    scale = LIMITS[scaling.dtype] / largest.to(torch.float64).clamp(min=1e-12)
-    scale = scale.to(torch.float32)
+    scale = (limit / largest.to(torch.float64).clamp(min=1e-12)).to(torch.float32)
     if has_power_of_two_scales:
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return scale
-
-
-def _scaled(tensor: torch.Tensor, scale: torch.Tensor, scaling: Scaling) -> torch.Tensor:
-    limit = LIMITS[scaling.dtype]
-    return (tensor.to(torch.float32) * scale).clamp(-limit, limit).to(scaling.dtype)
+    scaled = (tensor.to(torch.float32) * scale).clamp(-limit, limit).to(scaling.dtype)
+    return scaled, scale.reciprocal()
 
 
 def _float8_weight(
@@ -191,8 +142,6 @@ def _scaled_product(
         is_fast: If True, GPUs may accumulate in fewer bits (``use_fast_accum``).
     """
     (a, a_factors), (b, b_factors) = left, right
-    if is_dtensor(a):
-        return _dtensor_product(left, right, dtype, is_fast)
     a = a if a.stride(-1) == 1 else a.contiguous()
     b = b if b.stride(0) == 1 else b.t().contiguous().t()
     if a_factors.dim() != b_factors.dim():
@@ -206,53 +155,6 @@ def _scaled_product(
     one = a_factors.new_ones(())
     product = scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=dtype)
     return product.mul_(a_factors * b_factors)
-
-
-def _dtensor_product(left: Any, right: Any, dtype: torch.dtype, is_fast: bool) -> torch.Tensor:
-    """Multiplies quantized DTensors; each rank multiplies its shards.
-
-    Scales are computed from the full tensors, so that shards are quantized like the full tensors.
-    torch's sharding rule for ``_scaled_mm`` gathers float8 data, which some process groups do not
-    support.
-    """
-    from torch.distributed.tensor import DTensor, Replicate
-
-    (a, a_factors), (b, b_factors) = left, right
-    mesh, pairs = a.device_mesh, zip(a.placements, b.placements, strict=True)
-    of_a, of_b, of_result = zip(*[_placements_of_product(*pair) for pair in pairs], strict=True)
-
-    def local_shard(tensor: Any, placements: Any) -> torch.Tensor:
-        shard: torch.Tensor = tensor.redistribute(mesh, placements).to_local()
-        return shard
-
-    def local_factors(tensor: Any, placements: Any, dim: int) -> torch.Tensor:
-        """Redistributes factors like the data if the data are sharded by rows or columns."""
-        has_dim = tensor.dim() > 0
-        sharded = [p if has_dim and p.is_shard(dim) else Replicate() for p in placements]
-        return local_shard(tensor, sharded)
-
-    product = _scaled_product(
-        (local_shard(a, of_a), local_factors(a_factors, of_a, 0)),
-        (local_shard(b, of_b), local_factors(b_factors, of_b, 1)),
-        dtype,
-        is_fast=is_fast,
-    )
-    shape = torch.Size([a.shape[0], b.shape[1]])
-    result: torch.Tensor = DTensor.from_local(
-        product, mesh, of_result, run_check=False, shape=shape, stride=(shape[1], 1)
-    )
-    return result
-
-
-def _placements_of_product(a: Any, b: Any) -> tuple[Any, Any, Any]:
-    """Returns the placements of two matrices and of their product on one mesh dimension."""
-    from torch.distributed.tensor import Partial, Replicate, Shard
-
-    if b.is_shard(0) or (a.is_shard(1) and not b.is_shard(1)):  # the dimension of the sum
-        return Shard(1), Shard(0), Partial()
-    if b.is_shard(1):
-        return Replicate(), b, Shard(1)
-    return (a, Replicate(), Shard(0)) if a.is_shard(0) else (Replicate(),) * 3
 
 
 def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -319,111 +221,15 @@ def _pad_rows(data: torch.Tensor) -> torch.Tensor:
     """Pads the rows with zeros to a multiple of 16, which GPUs require; sums do not change."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    num_rows = data.shape[-2]
+    num_rows = data.shape[0]
     # A single row is padded on the CPU, too: inductor chooses the strides of a transposed row.
-    if data.device.type == "cpu" and data.dim() == 2 and not statically_known_true(num_rows == 1):
+    if data.device.type == "cpu" and not statically_known_true(num_rows == 1):
         return data
     if statically_known_true(num_rows % MULTIPLE == 0):
         return data
     missing = -num_rows % MULTIPLE
     padded = torch.nn.functional.pad(data.view(torch.uint8), (0, 0, 0, missing))
     return padded.view(data.dtype)
-
-
-class _Float8Experts(torch.autograd.Function):
-    """Products with one weight per expert, ``[experts, outputs, inputs]``, in the recipe rowwise.
-
-    Results equal those of torchao's ``_to_fp8_rowwise_then_scaled_grouped_mm``. Without offsets,
-    the input is ``[experts, rows, inputs]``. With offsets, it is ``[rows, inputs]``, and the
-    offsets are the ends of the rows of each expert.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: Any, offsets: Any, *weights: Any) -> Any:
-        data, factors, *back, has_rows_of_outputs = weights
-        ctx.has_rows_of_outputs = has_rows_of_outputs
-        ctx.weight_dtype = None if weight is None else weight.dtype
-        has_weight_grad = weight is not None and ctx.needs_input_grad[1]
-        ctx.save_for_backward(x if has_weight_grad else None, offsets, *back)
-        return _grouped_product(_by_row(x), (data.mT, factors), offsets)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        x, offsets, weight, weight_factors = ctx.saved_tensors
-        grad_input = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            right = weight.mT, weight_factors
-            grad_input = _grouped_product(_by_row(grads[0]), right, offsets)
-        if ctx.needs_input_grad[1]:
-            columns, offsets = _columns_of_experts((grads[0], x), offsets)
-            (grad, factors), right = columns
-            grad_weight = _grouped_product((grad.mT, factors), right, offsets)
-            grad_weight = grad_weight if ctx.has_rows_of_outputs else grad_weight.mT
-            grad_weight = grad_weight.to(ctx.weight_dtype)
-        return grad_input, grad_weight, None, None, None, None, None, None
-
-
-def _by_row(tensor: torch.Tensor, dim: int = -1) -> Quantized:
-    return quantize(tensor, BY_ROW, dim, has_power_of_two_scales=True)
-
-
-def _grouped_product(left: Quantized, right: Quantized, offsets: Any) -> torch.Tensor:
-    """Computes the products of all experts.
-
-    Args:
-        left: ``[rows, inner]`` or ``[experts, rows, inner]``, with one factor per row.
-        right: ``[inner, columns]`` or ``[experts, inner, columns]``, with one factor per column.
-        offsets: The ends of the rows of each expert. If both operands are matrices, the ends of the
-            inner dimension of each expert.
-    """
-    (a, a_factors), (b, b_factors) = left, right
-    return scaled_grouped_mm(
-        a.contiguous(),
-        b.mT.contiguous().mT,
-        a_factors.flatten(-2),
-        b_factors.flatten(-2),
-        offs=offsets,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=True,
-    )
-
-
-def _columns_of_experts(
-    tensors: tuple[torch.Tensor, torch.Tensor], offsets: torch.Tensor | None
-) -> tuple[list[Quantized], torch.Tensor | None]:
-    """Quantizes the columns of each expert, and pads its rows with zeros to a multiple of 16.
-
-    Args:
-        tensors: ``[experts, rows, columns]``, or ``[rows, columns]`` with offsets.
-        offsets: The ends of the rows of each expert.
-
-    Returns:
-        The data with factors for each expert's columns, and the ends of the padded rows.
-    """
-    if offsets is None:
-        pairs = [_by_row(tensor, -2) for tensor in tensors]
-        return [(_pad_rows(data), factors) for data, factors in pairs], None
-    num_rows, num_experts = tensors[0].shape[0], offsets.shape[0]
-    rows = torch.arange(num_rows, device=offsets.device)
-    expert = torch.searchsorted(offsets, rows, right=True)
-    sizes = offsets.diff(prepend=offsets.new_zeros(1))
-    missing = (-sizes) % MULTIPLE
-    ends = (sizes + missing).cumsum(0)
-    # Rows after those of the last expert belong to no expert: all are copied to the last row.
-    size = num_rows + (-num_rows) % MULTIPLE + MULTIPLE * num_experts
-    shifts = missing.cumsum(0) - missing
-    targets = rows + shifts[expert.clamp(max=num_experts - 1)]
-    targets = torch.where(expert < num_experts, targets, size - 1)
-    quantized = []
-    for tensor in tensors:
-        largest = tensor.new_zeros(num_experts + 1, tensor.shape[1])
-        index = expert[:, None].expand_as(tensor)
-        largest = largest.scatter_reduce(0, index, tensor.abs(), "amax")
-        scale = _scales(largest, BY_ROW, True)
-        data = _scaled(tensor, scale[expert], BY_ROW).view(torch.uint8)
-        padded = data.new_zeros(size, data.shape[1]).index_copy(0, targets, data)
-        quantized.append((padded.view(BY_ROW.dtype), scale[:-1].reciprocal()))
-    return quantized, ends.to(torch.int32)
 
 
 def _float8_product(
@@ -435,12 +241,10 @@ def _float8_product(
     data_back: torch.Tensor | None,
     factors_back: torch.Tensor | None,
     has_rows_of_outputs: bool,
-    offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     weights = data, factors, data_back, factors_back, has_rows_of_outputs
-    function, setting = (_Float8Product, recipe) if data.dim() == 2 else (_Float8Experts, offsets)
-    skip_frames_of(function, _float8_product)
-    result: torch.Tensor = function.apply(x, weight, setting, *weights)  # type: ignore[no-untyped-call]
+    skip_frames_of(_Float8Product, _float8_product)
+    result: torch.Tensor = _Float8Product.apply(x, weight, recipe, *weights)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -454,8 +258,7 @@ _library.define(
 _library.impl("float8_weight", _float8_weight, _COMPOSITE)  # type: ignore[no-untyped-call]
 _library.define(
     "float8_product(Tensor x, Tensor? weight, str recipe, Tensor data, Tensor factors,"
-    " Tensor? data_back, Tensor? factors_back, bool has_rows_of_outputs, Tensor? offsets=None)"
-    " -> Tensor"
+    " Tensor? data_back, Tensor? factors_back, bool has_rows_of_outputs) -> Tensor"
 )  # type: ignore[no-untyped-call]
 _library.impl("float8_product", _float8_product, _COMPOSITE)  # type: ignore[no-untyped-call]
 
@@ -470,7 +273,6 @@ float8_product = torch.ops.amp_fx.float8_product.default
 """Multiplies an input in the low dtype with a quantized weight; differentiable.
 
 ``weight`` is the original weight, which receives the gradient, or None if it needs no gradient.
-``offsets`` are the ends of the rows of each expert, if there is one weight per expert.
 """
 
 
@@ -490,7 +292,7 @@ def weight_of(call: Call) -> tuple[torch.Tensor | None, bool]:
 def transposed_base(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns the base of a tensor if the tensor is its transpose (``mT``), otherwise None."""
     base = tensor._base if tensor._is_view() else None
-    if base is None or base.dim() not in (2, 3):
+    if base is None or base.dim() != 2:
         return None
     transposed = base.mT
     is_transpose = (tensor.shape, tensor.stride()) == (transposed.shape, transposed.stride())
@@ -513,7 +315,6 @@ def run_float8(
     recipe, source = settings.recipe, settings.source
     operands, bound = PRODUCTS[qualified_name(call[0])], bind(*call)
     x, has_rows = bound[operands.input], has_rows_of_outputs
-    offsets = bound.get(operands.offsets)
     has_gradient = torch.is_grad_enabled()
     is_back = has_gradient and x.requires_grad
     differentiable_weight = weight if has_gradient and weight.requires_grad else None
@@ -522,13 +323,13 @@ def run_float8(
         quantized = float8_weight(weight, recipe, has_rows, False, source)
         back = float8_weight(weight, recipe, has_rows, True, source) if is_back else (None, None)
         result: torch.Tensor = float8_product(
-            x, differentiable_weight, recipe, *quantized, *back, has_rows, offsets
+            x, differentiable_weight, recipe, *quantized, *back, has_rows
         )
         return result
 
     mode: Any = current_dispatch_mode()
     if hasattr(mode, "run_float8"):  # amp_fx.accuracy measures it as one op
-        result: torch.Tensor = mode.run_float8(run, x, weight, recipe, has_rows, offsets)
+        result: torch.Tensor = mode.run_float8(run, x, weight, recipe, has_rows)
     else:
         result = run()
     bias = bound.get(operands.bias)

@@ -27,18 +27,16 @@ class Operands(NamedTuple):
 
     Attributes:
         input: The input, whose last dimension is summed.
-        weight: A matrix, or one matrix per expert.
+        weight: A matrix or a batch of matrices.
         bias: The tensor that is added; empty if there is none.
         has_rows_of_outputs: Whether the weight has the shape ``[outputs, inputs]``, like that of a
             linear layer.
-        offsets: The end of each expert's rows; empty without such an argument.
     """
 
     input: str
     weight: str
     bias: str = ""
     has_rows_of_outputs: bool = False
-    offsets: str = ""
 
 
 PRODUCTS = {
@@ -48,9 +46,11 @@ PRODUCTS = {
     "aten::addmm": Operands("mat1", "mat2", "self"),
     "aten::bmm": Operands("self", "mat2"),
     "aten::baddbmm": Operands("batch1", "batch2", "self"),
-    "aten::_grouped_mm": Operands("self", "mat2", offsets="offs"),
 }
-"""Products that can run in float8 if one operand is a weight; the last three are for experts."""
+"""Products of two matrices or batches of matrices."""
+
+FLOAT8_PRODUCTS = ("aten::linear", "aten::matmul", "aten::mm", "aten::addmm")
+"""Products that can run in float8 if one operand is a matrix of weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +146,6 @@ def float8_table(table: Table) -> dict[str, CastPolicy]:
     """Returns a table whose products run in float8 instead of the low dtype."""
     low = CastPolicy.LOWER_PRECISION_FP
     return {
-        op: CastPolicy.FLOAT8 if op in PRODUCTS and policy is low else policy
+        op: CastPolicy.FLOAT8 if op in FLOAT8_PRODUCTS and policy is low else policy
         for op, policy in table.items()
     }

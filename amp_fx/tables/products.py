@@ -5,17 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from amp_fx.tables.cast_policy import CastPolicy
-from amp_fx.tables.float8 import PRODUCTS
+from amp_fx.tables.float8 import FLOAT8_PRODUCTS, PRODUCTS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-FLOAT32_PRODUCTS = tuple(op for op in PRODUCTS if op != "aten::_grouped_mm")
-"""Products that can return float32; kernels of grouped products only return bfloat16."""
-
 PRODUCT_POLICIES: Mapping[CastPolicy, Collection[str]] = {
-    CastPolicy.FLOAT8: PRODUCTS,
-    CastPolicy.LOWER_PRECISION_WIDE: FLOAT32_PRODUCTS,
+    CastPolicy.FLOAT8: FLOAT8_PRODUCTS,
+    CastPolicy.LOWER_PRECISION_WIDE: PRODUCTS,
 }
 """The ops that support each policy for products. If a module has such a policy, other ops follow
 the tables."""

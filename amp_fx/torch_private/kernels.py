@@ -13,5 +13,4 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 masked_softmax = torch._masked_softmax
 native_multi_head_attention = torch._native_multi_head_attention
-scaled_grouped_mm = torch._scaled_grouped_mm
 scaled_mm = torch._scaled_mm

@@ -24,8 +24,6 @@ generated.start()
 
 import amp_fx  # noqa: E402
 from amp_fx import weight_cache  # noqa: E402
-from tests.float8 import experts  # noqa: E402
-from tests.float8.test_experts import Experts, Torchaos, called  # noqa: E402
 from tests.float8.torchao_oracle import RECIPES, converted  # noqa: E402
 
 if TYPE_CHECKING:
@@ -117,34 +115,3 @@ def test_steps_that_quantize(recipe: str, monkeypatch: pytest.MonkeyPatch) -> No
     found = ours(recipe, amp_fx.compile_step)
     monkeypatch.setattr("amp_fx.weights.step_copies.is_available", lambda: False)
     assert differing(found, ours(recipe, amp_fx.compile_step)) == []
-
-
-@pytest.mark.parametrize("sizes", [[16, 16, 32, 32], [3, 13, 37, 43]], ids=["of 16", "of any size"])
-def test_experts(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One product, so that nothing is fused in front: torchao's bits, where its groups fit."""
-    experts.quantize_without_triton(monkeypatch)
-    torch.manual_seed(0)
-    x = torch.randn(96, 32).bfloat16()
-    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
-    model, other = Experts(torch.float32), Torchaos(torch.float32)
-    with experts.kernel_for_cpu():
-        found = product(x.cuda(), model.cuda(), called(model.product, "inductor"), ends.cuda())
-        if sizes[0] == 16:
-            expected = product(x, other, other.product, ends)
-        else:
-            twin = Experts(torch.float32)
-            expected = product(x, twin, called(twin.product, "aot_eager"), ends)
-    assert differing(found, expected) == []
-
-
-def product(x: Tensor, model: Experts, call: Callable[..., Tensor], ends: Tensor) -> list[Tensor]:
-    """The output, with the gradients of the input and the weight, in two calls with one weight."""
-    found = []
-    for _ in range(2):
-        given = x.clone().requires_grad_()
-        y = call(given, model.up, ends)
-        y.float().square().mean().backward()  # type: ignore[no-untyped-call]
-        assert given.grad is not None
-        assert model.up.grad is not None
-        found += [t.detach().cpu().clone() for t in (y, given.grad, model.up.grad)]
-    return found

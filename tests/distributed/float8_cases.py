@@ -1,24 +1,18 @@
-"""Products in float8 whose weights FSDP2 or tensor parallelism shards."""
+"""Products in float8 whose weights FSDP2 shards."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import amp_fx
 from amp_fx import stats
-from tests.distributed.nets import NUM_MICRO, NUM_UPDATES, OPTIONS, batch, compiled, make_net, train
-from tests.float8.torchao_oracle import RECIPES, bfloat16_of_cuda, cast_inputs, converted
+from tests.distributed.nets import NUM_MICRO, NUM_UPDATES, OPTIONS, batch, make_net, train
 
 PRESET = "float8-rowwise"
 LOW = torch.bfloat16
@@ -89,62 +83,3 @@ def float8_fsdp2(rank: int) -> Any:
         plain = train(make_net(), rank)
     found["plain"] = plain != losses[rank]
     return found
-
-
-def float8_tensor_parallel(rank: int) -> Any:  # noqa: ARG001
-    """What has the bits of torchao's layers in the same wrapper, and why another size stays low."""
-    found: dict[Any, Any] = {}
-    if find_spec("torchao") is None:
-        return found
-    for recipe in RECIPES:
-        policy = amp_fx.Policy.default().with_ops({"linear": "float8"}).with_float8(recipe)
-        with bfloat16_of_cuda():
-            expected = _numbers(_by_columns_and_rows(converted(two_layers(), recipe, whole=True)))
-        for how in ("eager", "compiled"):
-            torch._dynamo.reset()
-            model = _by_columns_and_rows(two_layers())
-            call = compiled(model, policy=policy) if how == "compiled" else model
-            numbers = _numbers(
-                model, call, functools.partial(amp_fx.autocast, "cpu", policy=policy)
-            )
-            pairs = zip(numbers, expected, strict=True)
-            found[recipe, how] = [i for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
-    gathered = {"0": ColwiseParallel(output_layouts=Replicate())}
-    for width, plan in ((48, None), (49, gathered)):
-        torch._dynamo.reset()
-        model = _by_columns_and_rows(two_layers(width), plan)
-        report = amp_fx.explain(model, policy=policy)(torch.ones(16, 32))
-        linear = [n.reason for g in report.graphs for n in g.nodes if n.op == "aten.linear"]
-        found["why", width] = linear
-    return found
-
-
-def two_layers(width: int = 64) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(32, width), nn.GELU(), nn.Linear(width, 32))
-
-
-def _by_columns_and_rows(model: nn.Module, plan: Any = None) -> nn.Module:
-    plan = plan or {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    model = parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
-    cast_inputs(model)  # behind the hooks that spread them
-    return model
-
-
-def _numbers(model: nn.Module, call: Any = None, context: Any = None) -> list[torch.Tensor]:
-    """Outputs, gradients and weights of some updates; all processes have the same inputs."""
-    torch.manual_seed(1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    found: list[torch.Tensor] = []
-    for _ in range(NUM_UPDATES):
-        for _ in range(NUM_MICRO):
-            x = torch.randn(16, 32, requires_grad=True)
-            with context() if context else contextlib.nullcontext():
-                y = (call or model)(x)
-            y.float().square().mean().backward()
-            assert x.grad is not None
-            found += [y.detach(), x.grad]
-        found += [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]  # type: ignore[attr-defined]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found + [p.full_tensor().detach() for p in model.parameters()]  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ def three(width: int = 32) -> nn.Sequential:
 def reasons(model: nn.Module, policy: Any, *inputs: torch.Tensor) -> list[str]:
     """What ``explain`` says of each product."""
     found = amp_fx.explain(model, policy=policy)(*inputs)
-    products = ("linear", "mm", "matmul", "addmm", "bmm", "baddbmm", "_grouped_mm")
+    products = ("linear", "mm", "matmul", "addmm")
     ops = ("amp_fx.float8_product", *(f"aten.{name}" for name in products))
     return [n.reason for graph in found.graphs for n in graph.nodes if n.op in ops]
 
@@ -242,38 +242,32 @@ def test_products_with_transposed_and_plain_weights() -> None:
         assert (low - float8).norm() < 0.1 * low.norm()
 
 
-class _Experts(nn.Module):
-    """Two tokens for each of four experts, in the ways in which people write that."""
+@pytest.mark.parametrize("op", ["bmm", "baddbmm", "_grouped_mm"])
+def test_products_of_batches_are_refused(op: str) -> None:
+    with pytest.raises(PolicyError, match="the supported products are aten::linear, aten::matmul"):
+        Policy.default().with_ops({op: "float8"})
 
+
+class _Batches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 16, 32))
-        self.back = nn.Parameter(torch.randn(4, 16, 32))
-        self.bias = nn.Parameter(torch.randn(4, 1, 32))
 
     def forward(self, x: torch.Tensor) -> Any:
-        y = torch.bmm(torch.baddbmm(self.bias, x, self.weight), self.back.transpose(1, 2))
-        ends = torch.arange(2, 10, 2, dtype=torch.int32)
-        rows, weight = y.flatten(0, 1).bfloat16(), self.weight.bfloat16()
-        return torch._grouped_mm(rows, weight, offs=ends)
+        return torch.matmul(x, self.weight)
 
 
-def test_products_of_experts_stay_low_and_say_why() -> None:
+def test_a_batch_of_weights_stays_low() -> None:
     torch.manual_seed(0)
-    model, x = _Experts(), torch.randn(4, 2, 16)
-    ops = dict.fromkeys(("bmm", "baddbmm", "_grouped_mm"), "float8")
-    policy = Policy.default().with_ops(ops)
-    for asked in (policy, PRESET):
-        batched = reasons(model, asked, x)[:2]
-        assert all("not in float8: it is a product of experts" in reason for reason in batched)
-    assert "not in float8: neither side is a weight" in reasons(model, policy, x)[2]
+    model, x = _Batches(), torch.randn(4, 2, 16)
+    [reason] = reasons(model, PRESET, x)
+    assert "not in float8: the weight has 3 dimensions" in reason
     outputs = []
-    for chosen in ("torch", policy, PRESET):
+    for policy in ("torch", PRESET):
         torch._dynamo.reset()
-        options: dict[str, Any] = {"policy": chosen, "compiler": "aot_eager", "fallback": False}
+        options: dict[str, Any] = {"policy": policy, "compiler": "aot_eager", "fallback": False}
         outputs.append(torch.compile(model, backend="amp_fx", options=options)(x))
-    assert torch.equal(outputs[0], outputs[1])
-    assert torch.equal(outputs[0], outputs[2])
+    assert torch.equal(*outputs)
 
 
 def test_export_is_refused() -> None:

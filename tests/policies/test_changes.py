@@ -308,7 +308,7 @@ def test_an_argument_is_left_alone(rng: torch.Generator) -> None:
         (lambda p: p.with_device(3), "expected a device type like 'cuda', got 3"),
         (
             lambda p: p.with_ops({"_grouped_mm": "lower_precision_wide"}),
-            "use torch.bmm for float32",
+            "does not support this policy; the supported products are",
         ),
         (
             lambda p: p.with_ops({"softmax": "lower_precision_wide"}),

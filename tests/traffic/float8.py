@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_fx.tables.float8 import RECIPES
 from tests.float8.torchao_oracle import linear_names
-from tests.models.more_blocks import Experts
 from tests.traffic.command import _answers
 from tests.traffic.models import CASES, TINY
 from tests.traffic.pretend import CAPABILITY, can_pretend
@@ -78,13 +77,12 @@ def count(name: str, ways: Sequence[str], *, device: str, is_tiny: bool) -> dict
     return found
 
 
-def float8_operations(case: Case, recipe: str, *, has_experts: bool = True) -> int:
+def float8_operations(case: Case, recipe: str) -> int:
     """Operations of one call, with its backward, that run in float8.
 
     Args:
         case: The model.
-        recipe: One of ``RECIPES``; experts are in float8 by ``"rowwise"``.
-        has_experts: Whether they are at all: torchao's layers replace ``nn.Linear``.
+        recipe: One of ``RECIPES``.
     """
     found = 0
 
@@ -93,21 +91,10 @@ def float8_operations(case: Case, recipe: str, *, has_experts: bool = True) -> i
         assert isinstance(module, nn.Linear)
         found += 2 * args[0].numel() * module.out_features
 
-    def note_experts(module: nn.Module, args: Any) -> None:
-        nonlocal found
-        assert isinstance(module, Experts)
-        rows = 2 * args[0].numel() // args[0].shape[-1]  # two experts for each token
-        found += sum(
-            2 * rows * weight[0].numel() for weight in (module.gate, module.up, module.down)
-        )
-
     with FakeTensorMode():
         model = case.build()
         for name in linear_names(model):
             model.get_submodule(name).register_forward_pre_hook(note)
-        for module in model.modules():
-            if has_experts and isinstance(module, Experts) and recipe == "rowwise":
-                module.register_forward_pre_hook(note_experts)
         inputs: list[Any] = [torch.empty(case.shape)]
         if case.num_words:
             inputs.append(torch.empty(case.shape[:-1], dtype=torch.long))
@@ -149,12 +136,12 @@ def main(argv: Sequence[str]) -> int:
             cells = " | ".join(f"{b / 1e9:.2f} ({k})" for b, k in moved)
             print_(f"| {case.about}, {recipe} | {cells} |\n")
             # A product at twice the rate counts half.
-            low = [float8_operations(case, recipe, has_experts=ours) // 2 for ours in (False, True)]
+            saved = float8_operations(case, recipe) // 2
             shares = [
                 predicted(way, n, (work[0] - saved, work[1]), given.gpu)
                 / predicted(found[NATIVE], n, work, given.gpu)
                 for n in BATCHES
-                for way, saved in zip(both, low, strict=True)
+                for way in both
             ]
             times.append(f"| {case.about}, {recipe} | {' | '.join(f'{s:.2f}' for s in shares)} |\n")
     print_("\n" + "".join(times))

@@ -40,14 +40,6 @@ def test_operations_in_float8_by_hand() -> None:
     assert float8_operations(TINY["gpt2"], "rowwise-gw-hp") == 2 * forward
 
 
-def test_operations_of_experts_by_hand() -> None:
-    """Three products of each of two experts, for each token; other recipes leave them low."""
-    case, blocks, rows, weights = TINY["experts"], 2, 2 * (2 * 16), 3 * 32 * 64
-    assert float8_operations(case, "rowwise") == 3 * blocks * 2 * rows * weights
-    assert float8_operations(case, "rowwise", has_experts=False) == 0
-    assert float8_operations(case, "tensorwise") == 0
-
-
 @pytest.mark.slow
 def test_the_command_prints_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["float8", "gpt2", "--tiny", "--device", "cpu"]) == 0
