@@ -50,8 +50,8 @@ class Options:
         weight_cache: True caches values computed from weights across calls. ``"training"`` also
             caches values of weights that get gradients, which is faster with several micro-batches
             per update.
-        verify: How much each call compares cached values with the weights. ``"sample"``: one or
-            two elements of each weight. ``"full"`` (or True): everything; a difference raises
+        verify: How much each call compares cached values with the weights. ``"sample"``: one
+            element of each weight on the CPU. ``"full"`` (or True): everything; a difference raises
             ``StaleWeightError``. ``"off"`` (or False): nothing. ``amp_fx.weight_cache`` reports
             what was found.
         freezing: True makes cached values constants of the generated code in graphs without

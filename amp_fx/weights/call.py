@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from amp_fx.errors import StaleWeightError
 from amp_fx.weights.engine import engine
 from amp_fx.weights.entry import CacheEntry, compute, computing_values, description, same_bits
-from amp_fx.weights.sample import DeviceSample, SampledEntries, remember, remember_again
 from amp_fx.weights.store import STORE
 from amp_fx.weights.stream_order import accelerator_devices
 from amp_fx.weights.write_signals import is_capturing
@@ -76,7 +75,6 @@ class CachedCall:
         self.devices: tuple[torch.device, ...] | None = None
         self._compiled = compiled
         self._bind = bind
-        self._sample = DeviceSample()
         self._cache = engine().GraphCache(
             tuple(position for spec in self.specs for position in spec.positions),
             self.passed,
@@ -135,7 +133,6 @@ class CachedCall:
         self, args: Args, devices: tuple[torch.device, ...]
     ) -> tuple[Any, list[Any]] | None:
         """Implements ``enter`` for accelerators, where streams must be ordered."""
-        self._investigate(self._sample.read())
         call = self._cache.enter(args)
         if call is None:
             return None
@@ -144,12 +141,6 @@ class CachedCall:
             STORE.wait_for_refreshes(devices)
             code, inputs = call  # another thread may have refreshed values since
             self._hold([*inputs[len(self.passed) :], *(() if code is None else code[1])])
-            entries = self._cache.entries(args) if self.verify == "sample" else None
-            if entries is not None and entries.is_due():
-                with STORE.locked() as is_outermost:
-                    if is_outermost:
-                        STORE.streams.wait(devices)
-                        self._sample.start(entries)
         except BaseException:
             self.leave()
             raise
@@ -191,9 +182,6 @@ class CachedCall:
     def _cached(self, args: Args, weights: Sequence[Weights]) -> tuple[list[Any], Any]:
         """Recomputes stale values; returns all values and the result of ``_bound`` for them."""
         remembered = self._cache.entries(args)
-        is_sampled = bool(self.devices) and self.verify == "sample"
-        if remembered is not None and is_sampled and remembered.is_due():
-            self._sample.start(remembered)  # compares the values that are still fresh
         entries = remembered or [
             self._entry(spec, tensors) for spec, tensors in zip(self.specs, weights, strict=True)
         ]
@@ -201,9 +189,6 @@ class CachedCall:
         pairs = [(e, w) for e, w in zip(entries, weights, strict=True) if e is not None]
         cached = [entry for entry, _ in pairs]
         STORE.refresh(cached, [tensors for _, tensors in pairs])
-        if self.devices:
-            # Without sampling here, another graph may still sample the same weights.
-            (remember if self.verify == "sample" else remember_again)(cached)
         values = [
             compute(spec, tensors) if entry is None else entry.slot.value
             for spec, entry, tensors in zip(self.specs, entries, weights, strict=True)
@@ -216,8 +201,7 @@ class CachedCall:
             and has_all_entries
             and all(entry.value is not None for entry in cached)
         ):
-            sampled = remembered or SampledEntries(entries)
-            self._cache.remember(tuple(e.slot for e in sampled), sampled, code)
+            self._cache.remember(tuple(e.slot for e in cached), tuple(cached), code)
         return values, code
 
     def _bound(self, values: Sequence[Any]) -> tuple[Any, tuple[Any, ...]] | None:

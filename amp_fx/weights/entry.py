@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping
 
     from amp_fx.weights.call import CachedCall
-    from amp_fx.weights.sample import WeightSample
 
     Weights = tuple[torch.Tensor, ...]
     Key = tuple[Hashable, ...]
@@ -64,8 +63,6 @@ class CacheEntry:
         is_cast: True if the value can be refreshed with one ``copy_`` of the weight.
         is_in_foreach_copy: True if ``_foreach_copy_`` refreshes the value with other casts.
         allocated: When the memory of ``slot.value`` was allocated (``StreamOrder.allocated``).
-        samples: Elements of the weights, on accelerators (``sample``).
-        num_sampled: The number of computations of the value when they were read; None before.
     """
 
     __slots__ = (
@@ -76,9 +73,7 @@ class CacheEntry:
         "is_cast",
         "is_in_foreach_copy",
         "key",
-        "num_sampled",
         "owner",
-        "samples",
         "slot",
         "spec",
         "value_bytes",
@@ -93,8 +88,6 @@ class CacheEntry:
         self.value_bytes = 0
         self.is_cast = self.is_in_foreach_copy = False
         self.allocated = 0
-        self.samples: list[WeightSample] = []
-        self.num_sampled: int | None = None
         self.calls: weakref.WeakSet[CachedCall] = weakref.WeakSet()
         self.weight_refs = tuple(weakref.ref(weight) for weight in weights)
         self.finalizers: list[weakref.finalize[..., torch.Tensor]] = []
@@ -113,10 +106,6 @@ class CacheEntry:
         """Returns the weights; None if one of them was freed."""
         alive = tuple(ref() for ref in self.weight_refs)
         return None if any(weight is None for weight in alive) else alive  # type: ignore[return-value]
-
-    def has_samples(self) -> bool:
-        """Returns True if ``samples`` are of the weights from which the value was computed."""
-        return bool(self.num_sampled == self.slot.made)
 
     def is_of(self, weights: Weights) -> bool:
         """Returns True if ``weights`` are the entry's weights.

@@ -240,8 +240,8 @@ def keep(fn: Callable[..., Value], *weights: torch.Tensor, verify: str = "sample
             tensor or a tuple of tensors that depend on the weights alone. It runs without autograd
             and autocast.
         *weights: One or more tensors, on devices of any type.
-        verify: ``"sample"`` compares one element of each weight with its earlier value per call;
-            ``"full"`` recomputes and compares the value; ``"off"`` does neither.
+        verify: ``"sample"`` compares one element of each weight on the CPU with its earlier value
+            per call; ``"full"`` recomputes and compares the value; ``"off"`` does neither.
 
     Returns:
         A callable that returns the value. Its first call runs ``fn``.

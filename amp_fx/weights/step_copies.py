@@ -19,7 +19,6 @@ import torch
 from amp_fx.torch_private.pytree import tree_map
 from amp_fx.weights.engine import engine, is_available
 from amp_fx.weights.entry import computing_values
-from amp_fx.weights.sample import remember_again
 from amp_fx.weights.split import CachedValueSpec
 from amp_fx.weights.spread import parts_of
 from amp_fx.weights.store import STORE
@@ -209,6 +208,4 @@ def _end(
         for (entry, _), value, at in zip(pairs, values, allocated, strict=True):
             if entry.value is value:
                 entry.allocated = now if at is None else at
-        if devices:
-            remember_again(entry for entry, _ in pairs)
         STORE.streams.record(devices)

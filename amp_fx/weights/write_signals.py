@@ -55,11 +55,13 @@ CAUGHT_BY: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "pointer, NumPy array or DLPack alias taken before the latest call": {
         "cpu": ("sample",),
-        "cuda": ("sample",),
-        "xpu": ("sample",),
+        "cuda": (),
+        "xpu": (),
     },
 }
 """For each kind of write and device type, the signals that detect the write; one is enough.
+
+Without a signal, ``amp_fx.weight_cache.invalidate`` must be called after the write.
 
 storage
     Code requested a mutable pointer to the weight's storage (``csrc/watch.cpp``). In-place ops do,
@@ -75,8 +77,7 @@ step
     An optimizer's ``step`` ended (``register_optimizer_step_post_hook``). The step may have written
     any of its weights, possibly with custom kernels.
 sample
-    An element changed since the value was computed (``options={"verify": ...}``). On accelerators
-    a later call reads the result (``amp_fx.weights.sample``).
+    An element changed since the value was computed (``options={"verify": ...}``).
 place
     The weight has a different storage, offset, shape or layout.
 """

@@ -112,7 +112,7 @@ PARTS = (
     ),
     Part(
         "frozen",
-        "frozen graphs: writes, streams, captures, samples, threads",
+        "frozen graphs: writes, streams, captures, threads",
         "pytest",
         ("tests/gpu/test_frozen.py",),
         170,

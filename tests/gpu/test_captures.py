@@ -13,7 +13,6 @@ from torch import nn
 
 import amp_fx
 from amp_fx import weight_cache
-from amp_fx.weights.sample import CALLS_BETWEEN
 from tests.gpu.place import DEVICE, IS_EMULATED, MARKS, ON_CUDA
 from tests.weights.nets import assert_same
 
@@ -198,7 +197,7 @@ def test_calls_do_not_end_a_capture_in_another_thread(compiler: str) -> None:
     def call_and_write() -> torch.Tensor:
         for _ in range(2):
             torch._foreach_mul_(list(net.parameters()), 0.99)
-            for _ in range(CALLS_BETWEEN + 1):  # samples are taken, and read
+            for _ in range(3):
                 out: torch.Tensor = compiled(x)
         return out
 

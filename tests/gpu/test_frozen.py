@@ -1,4 +1,4 @@
-"""Frozen graphs and kept casts on the device: writes, streams, captures, samples, threads."""
+"""Frozen graphs and kept casts on the device: writes, streams, captures, threads."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.dlpack import from_dlpack
 
 from amp_fx import weight_cache
 from tests import needs
 from tests.gpu.place import DEVICE, MARKS, ON_A_GPU, ON_CUDA
 from tests.gpu.test_writes import WRITES, autocast
-from tests.weights.alarms import alarms
 from tests.weights.nets import SIZE, assert_same, make_net, random
 
 if TYPE_CHECKING:
@@ -211,10 +209,9 @@ def test_cuda_graphs_of_inductor_are_not_frozen() -> None:
 
 
 @ON_CUDA
-def test_samples_wait_for_nothing_and_find_what_no_signal_told(compiler: str) -> None:
+def test_calls_wait_for_nothing(compiler: str) -> None:
     net, twin = net_and_twin()
     compiled, x = compiled_of(net, compiler=compiler), batch()
-    alias = from_dlpack(net.a.weight.detach())
     for _ in range(20):
         compiled(x)
     torch.cuda.set_sync_debug_mode("error")
@@ -226,15 +223,6 @@ def test_samples_wait_for_nothing_and_find_what_no_signal_told(compiler: str) ->
     if compiler == "aot_eager":
         assert_same(out, autocast(twin, x))
     assert_close(out, autocast(twin, x))
-    with alarms() as messages:
-        for weight in (alias, twin.a.weight):
-            weight.mul_(-2.0)
-        for _ in range(20):
-            compiled(x)
-            torch.cuda.synchronize()
-        assert_close(compiled(x), autocast(twin, x))
-    assert len(messages) == 1
-    assert "a.weight" in messages[0]
 
 
 def test_threads_that_call_while_weights_are_written() -> None:

@@ -1,4 +1,4 @@
-"""Makes amp_fx take the CPU for an accelerator: streams, events, answers that come later.
+"""Makes amp_fx take the CPU for an accelerator: streams and events.
 
 Kernels run at once, as on the CPU. What is emulated is what amp_fx asks of streams, and ops that
 write lists of tensors, whose writes no storage sees (``cuda_like``).
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.backend import caching
-from amp_fx.devices import host_copy
 from amp_fx.weights import call, keep, step_copies
 from amp_fx.weights.engine import engine
 from amp_fx.weights.store import STORE
@@ -58,7 +57,6 @@ class Accelerator:
         current: The stream that calls come on.
         held: Storages whose memory is kept, by address, with the streams it is kept for.
         is_capturing: Whether what is done now is recorded in a CUDA graph.
-        copies: To the host, which are done when the test says so: targets and what they get.
     """
 
     def __init__(self) -> None:
@@ -66,17 +64,6 @@ class Accelerator:
         self.current = self.streams[0]
         self.held: set[tuple[int, int]] = set()
         self.is_capturing = False
-        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def queue(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Starts a copy to the host."""
-        self.copies.append((target, source.clone()))
-
-    def finish(self) -> None:
-        """Does all work that is queued."""
-        for target, source in self.copies:
-            target.copy_(source)
-        self.copies.clear()
 
     def is_held(self, tensor: torch.Tensor, stream: Stream) -> bool:
         """Whether the memory of a tensor is kept until a stream has read it."""
@@ -116,7 +103,6 @@ def accelerator_like(patch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
         patch.setattr(module, "accelerator_devices", lambda _: (CPU,))
     for module in (call, step_copies):
         patch.setattr(module, "is_capturing", lambda _: pretended.is_capturing)
-    patch.setattr(host_copy, "queue", pretended.queue)
     patch.setattr(torch.accelerator, "current_stream", lambda _: pretended.current)
     patch.setattr(torch.Tensor, "record_stream", hold)
     patch.setattr(STORE, "streams", StreamOrder())

@@ -14,11 +14,9 @@ from amp_fx.backend import caching
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.options import Options
 from amp_fx.weights import write_signals
-from amp_fx.weights.sample import CALLS_BETWEEN
 from amp_fx.weights.store import STORE
 from tests import needs
 from tests.weights.accelerator_like import Accelerator, accelerator_like
-from tests.weights.alarms import alarms
 from tests.weights.nets import EVAL, Graph, assert_same, inputs, make_net, twin_of
 from tests.weights.test_cuda_like import LIST_WRITES, of_data
 from tests.weights.test_frozen_writes import FrozenGraph
@@ -234,29 +232,3 @@ def test_a_step_inside_of_a_cuda_graph_writes_in_every_replay(
         for array in arrays:
             array.__imul__(1.5)
         graph.check(compiled, net, twin)
-
-
-# --------------------------------------------------------------------------------------- samples
-
-
-@torch.no_grad()
-def test_an_update_of_one_weight_hides_no_write_of_another(accelerator: Accelerator) -> None:
-    """Each update has the graph's constants bound anew."""
-    net = make_net()
-    twin = twin_of(net)
-    compiled = FROZEN.compile(net)
-    array = net.a.weight.numpy()
-    for _ in range(3):
-        FROZEN.check(compiled, net, twin)
-        accelerator.finish()
-    with alarms() as messages:
-        array *= -2.0
-        twin.a.weight.mul_(-2.0)
-        for _ in range(CALLS_BETWEEN + 1):
-            for model in (net, twin):
-                model.b.weight.mul_(1.01)
-            compiled(inputs())
-            accelerator.finish()
-        FROZEN.check(compiled, net, twin)
-    assert len(messages) == 1
-    assert "a.weight" in messages[0]
