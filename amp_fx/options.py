@@ -30,7 +30,7 @@ COMPILERS = ("inductor", "aot_eager", "eager")
 OUTPUT_DTYPES = ("original", "autocast")
 VERIFY = ("sample", "full", "off")
 WEIGHT_GRADS = ("autocast", "float32")
-NUMERICS = ("default", "strict_pointwise", "strict_reduction", "strict", "eager", "invariant")
+NUMERICS = ("default", "strict_pointwise", "strict_reduction", "strict", "eager")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +69,7 @@ class Options:
         numerics: Rounding in generated code. ``"eager"``: every value has the bits of eager
             autocast where torch can compute them (``amp_fx.backend.numerics``). Ops with other
             roundings in generated code run in ATen's kernels, products are not widened to float32
-            (``amp_fx.passes.widen_products``), and ``range_guard`` is off. ``"invariant"``: in
-            addition, a row of a batch depends on that row alone
-            (``amp_fx.passes.isolate_rows``); graphs that cannot be compiled this way raise.
+            (``amp_fx.passes.widen_products``), and ``range_guard`` is off.
             ``"strict"``, ``"strict_pointwise"``, ``"strict_reduction"``: inductor's own modes,
             since torch 2.15; casts that amp_fx caches or moves change no bit. None: inductor's
             current setting.
@@ -136,7 +134,7 @@ class Options:
                 f"mode={parsed['mode']!r} is for inductor; compiler={compiler!r} has no modes"
             )
         _check_inductor_options(given, compiler)
-        if parsed.get("numerics") in _IMPLIED:
+        if parsed.get("numerics") == "eager":
             _add_implied(parsed)
         return cls(**parsed, inductor=tuple(given.items()))
 
@@ -150,7 +148,7 @@ class Options:
     @property
     def has_eager_kernels(self) -> bool:
         """True if ops run in ATen's kernels where generated code gives other bits."""
-        return self.numerics in _IMPLIED
+        return self.numerics == "eager"
 
     def with_inductor(self, more: Mapping[str, Any]) -> Options:
         """Returns a copy with more options of inductor, which other compilers ignore."""
@@ -263,22 +261,17 @@ def _to_names(name: str, value: Any) -> tuple[str, ...]:
     raise OptionError(f"{name}={value!r} is not a list of names of passes")
 
 
-_EAGER = {"range_guard": False, "weight_grads": "autocast", "fold_batch_norm": False}
-_IMPLIED = {"eager": _EAGER, "invariant": {**_EAGER, "fallback": False}}
-"""Values of other options without which numbers are not those that ``numerics`` promises."""
+_IMPLIED = {"range_guard": False, "weight_grads": "autocast", "fold_batch_norm": False}
+"""Values of other options without which ``numerics="eager"`` would not have eager code's bits."""
 
 
 def _add_implied(parsed: dict[str, Any]) -> None:
-    numerics = parsed["numerics"]
-    if numerics == "invariant" and parsed.get("compiler") == "eager":
-        raise OptionError("numerics='invariant' needs compiler='inductor' or 'aot_eager'")
-    for name, value in _IMPLIED[numerics].items():
+    for name, value in _IMPLIED.items():
         if parsed.get(name) is None:
             parsed[name] = value
         if parsed[name] != value:
             raise OptionError(
-                f"{name}={parsed[name]!r} changes numbers, "
-                f"which numerics={numerics!r} does not allow"
+                f"{name}={parsed[name]!r} changes numbers, which numerics='eager' does not allow"
             )
 
 

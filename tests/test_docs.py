@@ -201,7 +201,6 @@ EXAMPLES = {
     "finetune_trainer": ["--steps=3", "--length=8"],
     "serve_kv_cache": ["--width=16", "--layers=2", "--tokens=4"],
     "float16_scaler": ["--steps=4", "--width=8"],
-    "reinforce": ["--updates=1", "--width=16", "--compiler=aot_eager"],
     "keep_float8": ["--width=16", "--updates=2", "--calls=2"],
 }
 

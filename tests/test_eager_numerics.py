@@ -20,7 +20,6 @@ import amp_fx
 from amp_fx.backend import numerics
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.errors import OptionError
-from amp_fx.options import Options
 from amp_fx.passes.keep_eager_kernels import needs_kernel
 from tests import needs
 from tests.parity import oracle
@@ -369,7 +368,7 @@ def test_what_cannot_be_had_on_another_device_is_said_once(
 ) -> None:
     numerics._warn_strict.cache_clear()
     for _ in range(2):
-        numerics.check_devices({"cpu", "cuda"}, Options(numerics="eager"))
+        numerics.check_devices({"cpu", "cuda"})
     [record] = caplog.records
     assert record.getMessage().startswith("on cuda, numerics='eager' means inductor's 'strict'")
 

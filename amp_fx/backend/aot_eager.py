@@ -6,7 +6,6 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.backend.collectives import narrowing
-from amp_fx.backend.isolated_rows import composites_isolated, isolating
 from amp_fx.backend.numerics import whole_ops
 from amp_fx.graphs.policy_mode import markers_left_on_error
 from amp_fx.passes.keep_eager_kernels import exact_decompositions
@@ -48,7 +47,7 @@ def compile_with_aot_eager(
 
     if cache is not None:
         compile_inside = cache.wrap(compile_inside)
-    compile_inside = isolating(narrowing(compile_inside, options), options)
+    compile_inside = narrowing(compile_inside, options)
     compiler = aot_autograd(
         fw_compiler=functools.partial(compile_inside, is_inference=False),
         bw_compiler=functools.partial(compile_inside, is_backward=True),
@@ -58,5 +57,5 @@ def compile_with_aot_eager(
         keep_inference_input_mutations=True,
     )
     # Tracing runs the graph.
-    with markers_left_on_error(), composites_isolated(options), whole_ops(options):
+    with markers_left_on_error(), whole_ops(options):
         return compiler(gm, list(example_inputs))

@@ -29,7 +29,6 @@ from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.collectives import op_name
 from amp_fx.graphs.metadata import SITE, VALUE
 from amp_fx.graphs.values import tensors_in
-from amp_fx.passes.isolate_rows import mixes_packed_rows
 from amp_fx.stats import record
 from amp_fx.torch_private.aot_autograd import (
     keep_saved,
@@ -380,8 +379,6 @@ class Caching:
 
     def _check_packed(self, graph: fx.Graph) -> None:
         """Raises ``CannotPackError`` if packed kernels may break the promise of ``numerics``."""
-        if self.options.numerics == "invariant" and mixes_packed_rows(graph):
-            raise CannotPackError("a packed kernel may give a row other bits in a batch")
         if is_strict(self.options) and _has_other_sums(graph):
             raise CannotPackError("a packed float32 kernel adds up in another order than ATen's")
         if verify_level(self.options.verify) == "full" and _has_unequal_packing(graph):

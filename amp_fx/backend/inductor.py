@@ -14,7 +14,6 @@ from amp_fx.backend.cuda_graphs import separate_inputs, settled
 from amp_fx.backend.disk_caches import region_markers_cacheable, without_autograd_cache
 from amp_fx.backend.fallback import warn_eager
 from amp_fx.backend.inductor_repair import repaired
-from amp_fx.backend.isolated_rows import composites_isolated, isolating
 from amp_fx.backend.numerics import is_strict, numerics_config, whole_ops
 from amp_fx.graphs.opened_kernels import open_products
 from amp_fx.graphs.policy_mode import markers_left_on_error
@@ -101,12 +100,11 @@ def compile_with_inductor(
         stack.enter_context(repaired())
         stack.enter_context(narrowing_in_keys(options))
         stack.enter_context(settled(settings))
-        stack.enter_context(composites_isolated(options))
         stack.enter_context(whole_ops(options))
         return compile_fx_module.compile_fx(  # type: ignore[return-value]
             gm,
             example_inputs,
-            inner_compile=isolating(narrowing(compile_inside, options), options),
+            inner_compile=narrowing(compile_inside, options),
             config_patches=settings,
             decompositions=_decompositions(options),
         )

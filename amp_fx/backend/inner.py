@@ -53,7 +53,7 @@ def compile_inner(
         return gm.forward
     if options.has_eager_kernels:
         devices = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
-        check_devices(devices, options)
+        check_devices(devices)
     if uses_inductor(example_inputs, options):
         return compile_cached_with_inductor(gm, example_inputs, options, cache, joint_pass)
     return compile_with_aot_eager(gm, example_inputs, options, cache, joint_pass)

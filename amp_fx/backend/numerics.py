@@ -7,7 +7,6 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from amp_fx.errors import UnsupportedError
 from amp_fx.passes.keep_eager_kernels import without_early_decompositions
 
 if TYPE_CHECKING:
@@ -55,22 +54,13 @@ def is_strict(options: Options) -> bool:
 
 def whole_ops(options: Options) -> contextlib.AbstractContextManager[None]:
     """Context in which AOTAutograd's tracing keeps the ops whose kernels ``"eager"`` calls."""
-    is_eager = options.numerics == "eager"
+    is_eager = options.has_eager_kernels
     return without_early_decompositions() if is_eager else contextlib.nullcontext()
 
 
-def check_devices(device_types: set[str], options: Options) -> None:
-    """Warns once per device type for which ``numerics="eager"`` is not known to hold.
-
-    Raises:
-        UnsupportedError: ``numerics`` is ``"invariant"``, which was measured for the CPU only.
-    """
+def check_devices(device_types: set[str]) -> None:
+    """Warns once per device type for which ``numerics="eager"`` is not known to hold."""
     for name in sorted(device_types - {"cpu", "meta"}):
-        if options.numerics == "invariant":
-            raise UnsupportedError(
-                f"on {name}, numerics='invariant' cannot be promised: whether kernels give a row "
-                "the same bits in every batch is measured for the CPU only. Use numerics='eager'"
-            )
         _warn_strict(name)
 
 

@@ -113,12 +113,9 @@ def rewrite(
 def _flattens(options: Options, state: AutocastState) -> bool:
     """Returns True if products are flattened where eager autocast flattens them.
 
-    Under ``"invariant"``, rows must not depend on their batch. On accelerators, a product with an
-    expanded matrix copies nothing, and flattening copies a batch that is not contiguous. So there,
-    products are only flattened for eager autocast's bits.
+    On accelerators, a product with an expanded matrix copies nothing, and flattening copies a batch
+    that is not contiguous. So there, products are only flattened for eager autocast's bits.
     """
-    if options.numerics == "invariant":
-        return False
     return state.enabled == ("cpu",) or options.compiler != "inductor" or is_strict(options)
 
 

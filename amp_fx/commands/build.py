@@ -1,4 +1,4 @@
-"""``python -m amp_fx build``: builds the C++ extensions ahead of time."""
+"""``python -m amp_fx build``: builds the C++ extension ahead of time."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ if TYPE_CHECKING:
 
 
 def run(_: argparse.Namespace) -> int:
-    """Builds missing extensions and prints the paths of all; returns 1 if that fails, else 0."""
+    """Builds the extension unless it exists; returns 1 if that fails, else 0."""
     if csrc.why_off():
         sys.stderr.write(f"amp_fx build: nothing was built: {csrc.why_off()}\n")
         return 1
     try:
-        for name, source in csrc.parts().items():
-            _build(name, source)
+        _build(csrc.NAME, csrc.SOURCE)
     except (UnsupportedError, ImportError) as error:
         sys.stderr.write(f"amp_fx build: {error}\n")
         return 1
@@ -30,7 +29,7 @@ def run(_: argparse.Namespace) -> int:
 
 
 def _build(name: str, source: Path) -> None:
-    """Builds one extension unless it exists, and prints its path.
+    """Builds the extension unless it exists, and prints its path.
 
     Raises:
         UnsupportedError: The extension cannot be built, or the cache folder is not writable.

@@ -16,7 +16,6 @@ from amp_fx import __version__, csrc
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.csrc.build import find
 from amp_fx.devices.low_dtypes import bfloat16_units
-from amp_fx.devices.rows import SHOWN, differing_rows
 from amp_fx.dtypes import dtype_name
 from amp_fx.options import default_dtype
 from amp_fx.regions.state import autocast_device_types
@@ -28,17 +27,14 @@ if TYPE_CHECKING:
 
 PACKAGES = ("networkx", "graphviz", "rich", "numpy", "transformers", "accelerate", "lightning")
 
-WITHOUT = {
-    "amp_fx_watch": "weights are cast per call",
-    "amp_fx_rows": "numerics='invariant' raises an error",
-}
-"""Consequences of missing extensions."""
+WITHOUT = "weights are cast per call"
+"""Consequence of a missing extension."""
 
 
 def run(_: argparse.Namespace) -> int:
     """Prints the table and returns 0."""
     table = Table.grid(padding=(0, 2))
-    sections = [versions, tools, compiled_parts, devices, rows]
+    sections = [versions, tools, extension, devices]
     for section in sections:
         for row in section():
             table.add_row(*row)
@@ -94,18 +90,18 @@ def _dot_version() -> str:
     return (process.stderr or process.stdout).strip()
 
 
-def compiled_parts() -> Iterator[tuple[str, str]]:
-    """Yields the paths of the extensions, or the consequences of missing ones."""
-    for name, source in csrc.parts().items():
-        path = find(name, source)
-        if csrc.why_off():
-            yield source.name, f"not used: {csrc.why_off()}; {WITHOUT[name]}"
-        elif path is not None:
-            yield source.name, str(path)
-        elif has_cpp_compiler():
-            yield source.name, "built on first use, or by: python -m amp_fx build"
-        else:
-            yield source.name, f"cannot be built without a compiler; {WITHOUT[name]}"
+def extension() -> Iterator[tuple[str, str]]:
+    """Yields the path of the extension, or the consequence of a missing one."""
+    source = csrc.SOURCE
+    path = find(csrc.NAME, source)
+    if csrc.why_off():
+        yield source.name, f"not used: {csrc.why_off()}; {WITHOUT}"
+    elif path is not None:
+        yield source.name, str(path)
+    elif has_cpp_compiler():
+        yield source.name, "built on first use, or by: python -m amp_fx build"
+    else:
+        yield source.name, f"cannot be built without a compiler; {WITHOUT}"
 
 
 def devices() -> Iterator[tuple[str, str]]:
@@ -123,12 +119,3 @@ def devices() -> Iterator[tuple[str, str]]:
             continue
         devices = [module.get_device_name(i) for i in range(module.device_count())]
         yield name, f"{', '.join(devices)}, autocast to {dtype_name(default_dtype(name))}"
-
-
-def rows() -> Iterator[tuple[str, str]]:
-    """Yields whether ATen's products are batch-invariant on this machine (numerics='invariant')."""
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        differing = {size for sizes in SHOWN for size in differing_rows(dtype, *sizes)}
-        counts = ", ".join(map(str, sorted(differing)))
-        text = f"other bits with {counts} rows: replaced by ordered sums"
-        yield f"rows, {dtype_name(dtype)}", text if differing else "the same bits in every batch"

@@ -295,9 +295,9 @@ def add_build(subparsers: Subparsers) -> None:
     """Adds the parser of ``build``."""
     subparsers.add_parser(
         "build",
-        help="build the C++ extensions ahead of time, for example in an image",
-        description="Builds the C++ extensions of amp_fx, which the first call of a model would\n"
-        "otherwise build. All processes with the same Python and torch share them.\n"
+        help="build the C++ extension ahead of time, for example in an image",
+        description="Builds the C++ extension of amp_fx, which the first call of a model would\n"
+        "otherwise build. All processes with the same Python and torch share it.\n"
         "AMP_FX_CACHE_DIR sets the folder.",
     )
 

@@ -1,8 +1,7 @@
-"""C++ extensions, built on first use and cached on disk (``amp_fx.csrc.build``).
+"""The C++ extension ``watch.cpp``, built on first use and cached on disk (``amp_fx.csrc.build``).
 
-``watch.cpp`` watches weights, and ``rows.cpp`` contains the kernels of ``numerics="invariant"``. If
-an extension cannot be built (no compiler), ``load`` and ``load_rows`` return
-None. Every call then casts the weights again, and ``numerics="invariant"`` raises an error.
+If it cannot be built because there is no compiler, ``load`` returns None. Every call then casts the
+weights again.
 """
 
 from __future__ import annotations
@@ -25,23 +24,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FOLDER = Path(__file__).parent
-SOURCE = FOLDER / "watch.cpp"
-ROWS_SOURCE = FOLDER / "rows.cpp"
+NAME = "amp_fx_watch"
+"""Name of the extension module."""
+
+SOURCE = Path(__file__).parent / "watch.cpp"
 SWITCH = "AMP_FX_NATIVE"
-"""Environment variable; ``0`` disables the extensions."""
-
-
-def parts() -> dict[str, Path]:
-    """Returns the source of each extension by the name of its module."""
-    return {"amp_fx_watch": SOURCE, "amp_fx_rows": ROWS_SOURCE}
+"""Environment variable; ``0`` disables the extension."""
 
 
 def why_off() -> str:
-    """Returns the reason why the extensions are disabled; empty if they are enabled."""
+    """Returns the reason why the extension is disabled; empty if it is enabled."""
     if os.environ.get(SWITCH) == "0":
         return f"{SWITCH}=0"
-    # The extensions rely on the GIL for mutual exclusion.
+    # The extension relies on the GIL for mutual exclusion.
     has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
     return "" if has_gil else "this Python runs without the GIL"
 
@@ -56,8 +51,8 @@ def start() -> None:
         return
     try:
         with _state.lock:
-            if "amp_fx_watch" not in _state.started and build.find("amp_fx_watch", SOURCE) is None:
-                _state.started["amp_fx_watch"] = build.start("amp_fx_watch", SOURCE)
+            if NAME not in _state.started and build.find(NAME, SOURCE) is None:
+                _state.started[NAME] = build.start(NAME, SOURCE)
     except Exception:
         log.debug("could not start building watch.cpp", exc_info=True)
 
@@ -68,23 +63,13 @@ def load() -> Any:
 
     The first call on a machine waits about 10 seconds for the compiler.
     """
-    return _load("amp_fx_watch", SOURCE)
-
-
-@functools.cache
-def load_rows() -> Any:
-    """Returns the module of ``rows.cpp``, which registers ops; None if it is unavailable."""
-    return _load("amp_fx_rows", ROWS_SOURCE)
-
-
-def _load(name: str, source: Path) -> Any:
     if why_off():
         return None
     try:
-        return imported(name, source)
+        return imported(NAME, SOURCE)
     except Exception as error:
-        log.debug("could not load %s", source.name, exc_info=True)
-        log.info("continuing without %s, which cannot be built: %s", source.name, error)
+        log.debug("could not load %s", SOURCE.name, exc_info=True)
+        log.info("continuing without %s, which cannot be built: %s", SOURCE.name, error)
         return None
 
 

@@ -42,9 +42,6 @@ GCC_FLAGS = ("-param ggc-min-expand=1000", "-param ggc-min-heapsize=4000000")
 """Disables g++'s garbage collector: saves a tenth of the build time, for 700 MB of memory instead
 of 500 MB."""
 
-PARALLEL = b"<ATen/Parallel.h>"
-"""Sources that include this header are compiled with OpenMP."""
-
 PATIENCE = 120.0
 """Seconds to wait for another process that builds the same library before building it as well."""
 
@@ -225,24 +222,22 @@ def _command(name: str, source: Path, folder: str) -> tuple[tuple[str, ...], Pat
     from amp_fx.torch_private.inductor_build import CppBuilder, CppTorchOptions, is_gcc
 
     options = CppTorchOptions(warning_all=False, include_pytorch=True)
-    is_parallel = PARALLEL in source.read_bytes()
-    options._cflags = _portable_flags(options._cflags, has_openmp=is_parallel)
+    options._cflags = _portable_flags(options._cflags)
     if is_gcc():
         options._cflags += GCC_FLAGS
-    libraries = [name for name in options._libraries if is_parallel or "omp" not in name]
+    libraries = [name for name in options._libraries if "omp" not in name]
     options._libraries = [*libraries, "torch_python"]
     builder = CppBuilder(name, str(source), options, folder)
     return tuple(shlex.split(builder.get_command_line())), Path(builder.get_target_file_path())
 
 
-def _portable_flags(flags: Iterable[str], *, has_openmp: bool) -> list[str]:
+def _portable_flags(flags: Iterable[str]) -> list[str]:
     """Removes flags that optimize kernels and increase the build time.
 
     They would also make the library depend on the processor of the machine that built it
     (``-march=native``) or on libgomp (OpenMP).
     """
-    openmp = () if has_openmp else ("fopenmp", "openmp")
-    removed = ("march=", "mcpu=", "mtune=", "g1", "gline-tables-only", *openmp)
+    removed = ("march=", "mcpu=", "mtune=", "g1", "gline-tables-only", "fopenmp", "openmp")
     remaining = [flag for flag in flags if not flag.startswith(removed)]
     return [OPTIMIZE if flag in ("O2", "O3") else flag for flag in remaining]
 

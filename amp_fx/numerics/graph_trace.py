@@ -8,7 +8,6 @@ graphs otherwise than the program's, they round otherwise.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import operator
@@ -19,7 +18,6 @@ from torch import fx
 
 from amp_fx.backend.entry import called_in
 from amp_fx.backend.inner import compile_inner
-from amp_fx.backend.isolated_rows import composites_isolated, isolating
 from amp_fx.backend.rewrite import Reporting, rewrite
 from amp_fx.explanation.running import optimized
 from amp_fx.graphs.bodies import with_attributes_as_inputs
@@ -74,7 +72,7 @@ def traced(
         gm, attributes = with_attributes_as_inputs(gm)
         given = [*example_inputs, *attributes]
         found = rewrite(gm, given, options, Reporting())
-        with no_autocast(), composites_isolated(options):
+        with no_autocast():
             compiled = _compiler(trace, options, found.frame, is_wanted)(found.gm, given)
         return called_in(no_autocast, lambda *args: compiled(*args, *attributes))
 
@@ -85,10 +83,7 @@ def traced(
 def _compiler(
     trace: Trace, options: Options, frame: CompileFrame, is_wanted: Callable[[], bool]
 ) -> Callable[..., Any]:
-    isolated = options
-    if options.numerics == "invariant":  # rows are isolated before values are added
-        isolated = dataclasses.replace(options, numerics="eager")
-    inside = isolating(functools.partial(_compile, trace, isolated, frame, is_wanted), options)
+    inside = functools.partial(_compile, trace, options, frame, is_wanted)
     backward = functools.partial(inside, is_backward=True)
     compiler: Callable[..., Any] = aot_autograd(fw_compiler=inside, bw_compiler=backward)
     return compiler

@@ -18,7 +18,7 @@ from amp_fx.numerics.shadow import MOVES
 from amp_fx.reports import Report, dtype_cell, new_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from rich.console import RenderableType
 
@@ -77,11 +77,7 @@ class OpDifference:
         return f"{stage}{self.op}{where}{source}; {self.difference}"
 
 
-def op_differences(
-    before: Trace,
-    after: Trace,
-    part: Callable[[TracedOp, TracedOp], torch.Tensor | None] | None = None,
-) -> Iterator[OpDifference]:
+def op_differences(before: Trace, after: Trace) -> Iterator[OpDifference]:
     """Yields the ops that differ, in the order of the first trace.
 
     The first one is named by an op that the second trace has before it and the first one lacks, if
@@ -90,10 +86,8 @@ def op_differences(
     Args:
         before: The first trace.
         after: The other one.
-        part: Returns the part of an op of ``after`` that an op of ``before`` is compared with; by
-            default ops of equal shapes are compared.
     """
-    pairs = dict(aligned(before, after, has_shapes=part is None))
+    pairs = dict(aligned(before, after))
     known, errors = set(pairs.values()), list[float]()
     for index, one in enumerate(before.ops):
         error_in = max((errors[i] for i in one.inputs), default=0.0)
@@ -101,19 +95,18 @@ def op_differences(
         if index not in pairs:
             continue
         other = after.ops[pairs[index]]
-        values = other.values if part is None else part(one, other)
-        found = None if values is None else _difference(one, other, values)
-        if found is None or values is None:
+        found = _difference(one, other)
+        if found is None:
             errors[-1] = 0.0
             continue
-        errors[-1] = _error(one.values, values.reshape(one.values.shape))
+        errors[-1] = _error(one.values, other.values)
         at = one if any(errors[:-1]) else _added(after, other, known) or one
         place, dtypes = (at.stage, at.module, at.op, at.source), (one.dtype, other.dtype)
         yield OpDifference(*place, dtypes, found, errors[-1], error_in)
 
 
-def _difference(one: TracedOp, other: TracedOp, values: torch.Tensor) -> Difference | None:
-    found = compare(one.op, one.values, values.reshape(one.values.shape))
+def _difference(one: TracedOp, other: TracedOp) -> Difference | None:
+    found = compare(one.op, one.values, other.values)
     if found is None and one.digest != other.digest:
         note = "elements differ that are not in the sample"
         return Difference(one.op, 0, math.prod(one.shape), math.nan, None, note)
@@ -133,7 +126,7 @@ def _added(trace: Trace, op: TracedOp, known: set[int]) -> TracedOp | None:
     return None
 
 
-def aligned(before: Trace, after: Trace, *, has_shapes: bool = True) -> list[tuple[int, int]]:
+def aligned(before: Trace, after: Trace) -> list[tuple[int, int]]:
     """Returns the indices of ops that two traces have in common, in the order of the first.
 
     The longest common sequences of ops are aligned in each module; the order of modules may differ.
@@ -145,7 +138,7 @@ def aligned(before: Trace, after: Trace, *, has_shapes: bool = True) -> list[tup
 
     def keys(trace: Trace, members: list[int]) -> list[Any]:
         ops = [trace.ops[index] for index in members]
-        return [(op.op, op.shape) if has_shapes else op.op for op in ops]
+        return [(op.op, op.shape) for op in ops]
 
     ours, theirs = groups(before), groups(after)
     pairs = []

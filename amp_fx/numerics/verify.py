@@ -18,7 +18,6 @@ from amp_fx.explanation.running import isolated, optimized
 from amp_fx.numerics.entry import asked_for, device_type_of, low_dtype_of, name_of
 from amp_fx.numerics.equality import differences
 from amp_fx.numerics.graph_trace import traced
-from amp_fx.numerics.invariance import compare_rows
 from amp_fx.numerics.shadow import compiled_with
 from amp_fx.numerics.trace import Trace
 from amp_fx.numerics.trace_diff import op_differences
@@ -67,7 +66,6 @@ def verify(
     loss: Callable[[Any], Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     steps: int = 3,
-    invariant: bool = False,
 ) -> Callable[..., VerifyReport]:
     """Compares a compiled program with eager autocast, bit for bit, and finds the first difference.
 
@@ -86,8 +84,6 @@ def verify(
             gradients are differentiated with random cotangents.
         optimizer: An optimizer of parameters of the step; it steps after every backward.
         steps: The number of steps with an optimizer.
-        invariant: True to compare the rows of a batch with each row alone instead, both compiled
-            and without gradients. The report then has the first op whose rows differ.
 
     Returns:
         A function that takes the step's arguments and returns a ``VerifyReport``.
@@ -118,14 +114,14 @@ def verify(
         trial = Trial(target, args, kwargs, region, loss, optimizer, steps)
         comparison = _Verification(trial, options, dynamic)
         with working(f"verifying {name_of(target)}"), trial.undisturbed(), isolated():
-            found = comparison.of_rows() if invariant else comparison.with_eager_code()
+            found = comparison.with_eager_code()
         return VerifyReport(name_of(target), dtype_name(dtype), device, **found)
 
     return verify_call
 
 
 class _Verification:
-    """Compares a program compiled with some options with eager autocast, or with its rows."""
+    """Compares a program compiled with some options with eager autocast."""
 
     def __init__(self, trial: Trial, options: dict[str, Any], dynamic: bool | None) -> None:
         self.trial, self.options, self.dynamic = trial, options, dynamic
@@ -154,12 +150,6 @@ class _Verification:
             "remedy": remedy,
             "first": self._first(remedy, in_outputs=in_outputs),
         }
-
-    def of_rows(self) -> dict[str, Any]:
-        """Returns the fields of a report on a batch and its rows."""
-        self.trial.restore()
-        found = compare_rows(self.trial, self._compiled({}), self.options)
-        return {**found, "num_graphs": self.num_graphs}
 
     def _compiled(self, more: Mapping[str, Any]) -> Callable[..., Any]:
         """Returns the program compiled by amp_fx, with additional options."""

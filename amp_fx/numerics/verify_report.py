@@ -33,7 +33,6 @@ class VerifyReport(Report):
         cause: The cause; empty without a difference.
         remedy: Options of the backend with which all bits are equal; empty if none are known.
         num_graphs: The number of graphs that amp_fx compiled; 0 means that nothing was verified.
-        reference: The tensors that were compared with.
     """
 
     computed = ("is_equal",)
@@ -47,7 +46,6 @@ class VerifyReport(Report):
     cause: str = ""
     remedy: dict[str, Any] = dataclasses.field(default_factory=dict)
     num_graphs: int = 1
-    reference: str = "eager autocast's"
 
     @property
     def is_equal(self) -> bool:
@@ -59,9 +57,9 @@ class VerifyReport(Report):
         if not self.differences and not self.num_graphs:
             return Text(f"{head}nothing was compiled, so nothing is verified")
         if self.is_equal:
-            return Text(f"{head}all {self.num_compared} tensors are equal to {self.reference}")
+            return Text(f"{head}all {self.num_compared} tensors are equal to eager autocast's")
         count = len(self.differences)
-        lines = [f"{head}{count} of {self.num_compared} tensors differ from {self.reference}"]
+        lines = [f"{head}{count} of {self.num_compared} tensors differ from eager autocast's"]
         lines += [f"  {each}" for each in self.differences[:_MOST]]
         lines += [f"  and {count - _MOST} more"] if count > _MOST else []
         lines += [f"first: {self.first}"] if self.first else []
