@@ -23,12 +23,12 @@ test: lint
 CHECK := tables policies/test_calls.py policies/test_policy.py eager/test_region.py graphs/test_decompose.py \
 	graphs/test_checker.py passes/test_insert_casts.py passes/test_fold_casts.py passes/test_hoist_casts.py \
 	passes/test_wrap_islands.py weights/test_sharing.py weights/test_shared_values.py \
-	weights/test_write_signals.py weights/test_gradients.py weights/test_step_copies.py test_backend.py \
+	weights/test_write_signals.py weights/test_gradients.py test_backend.py \
 	test_pipeline.py test_fallback.py test_after_autograd.py test_options.py test_layout.py \
-	grad_scaler/test_parity.py grad_scaler/test_clip.py grad_scaler/test_compiled_step.py \
+	grad_scaler/test_parity.py grad_scaler/test_clip.py \
 	exporting/test_parity.py integrations/test_blocks.py explanation/test_table.py \
 	explanation/test_kept_values.py numerics/test_programs.py drawing/test_draw.py \
-	traffic/test_step.py commands/test_explain.py commands/test_policy.py
+	commands/test_explain.py commands/test_policy.py
 check: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(CHECK:%=tests/%) $(ARGS)
 
@@ -97,7 +97,7 @@ test-gpu-emulated:
 	@test -x $(OTHER)/bin/python || $(MAKE) torch-env
 	AMP_FX_GPU_TRIAL=emulated TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 \
 		$(OTHER)/bin/python -m pytest -o filterwarnings=default \
-		$(or $(ARGS),$(addprefix tests/gpu/test_,$(addsuffix .py,captures compiled_step frozen grad_scaler parity_models writes)))
+		$(or $(ARGS),$(addprefix tests/gpu/test_,$(addsuffix .py,captures frozen grad_scaler parity_models writes)))
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

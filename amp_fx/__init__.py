@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from amp_fx.explanation.network import to_networkx
     from amp_fx.exporting.entry import export, for_onnx, package
     from amp_fx.front.compile import compile  # noqa: A004
-    from amp_fx.grad_scaler import GradScaler, compile_step
+    from amp_fx.grad_scaler import GradScaler
     from amp_fx.graphs.purity import register_pure_op
     from amp_fx.integrations.fsdp import fsdp_policy
     from amp_fx.numerics.audit.entry import audit
@@ -59,7 +59,6 @@ __all__ = [
     "audit",
     "autocast",
     "compile",
-    "compile_step",
     "custom_bwd",
     "custom_fwd",
     "draw",
@@ -99,7 +98,6 @@ _MODULES = {
     "audit": "amp_fx.numerics.audit.entry",
     "autocast": "amp_fx.eager.region",
     "compile": "amp_fx.front.compile",
-    "compile_step": "amp_fx.grad_scaler",
     "custom_bwd": "amp_fx.eager.custom_function",
     "custom_fwd": "amp_fx.eager.custom_function",
     "draw": "amp_fx.drawing.draw",

@@ -4,8 +4,8 @@
   of the code (``weights.packed``).
 - Elsewhere they are inputs of the code (``weights.split``).
 - With gradients, values of weights that get gradients are computed in every call: with one call
-  per update, caching would move more memory than it saves. Exceptions are weights whose copies
-  ``amp_fx.GradScaler.compile_step`` writes, and ``options={"weight_cache": "training"}``.
+  per update, caching would move more memory than it saves. ``options={"weight_cache": "training"}``
+  caches them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,6 @@ from amp_fx.weights.split import (
     split,
     weights_in,
 )
-from amp_fx.weights.step_copies import weights_of_steps
 from amp_fx.weights.store import STORE
 from amp_fx.weights.stored_low import stored_tensors
 
@@ -303,11 +302,8 @@ class Caching:
 
     def _chosen_in_training(self) -> Mapping[int, Weight]:
         is_asked_for = self.options.weight_cache == "training"
-        stepped = weights_of_steps()
         return {
-            i: weight
-            for i, weight in self.weights.items()
-            if is_asked_for or i not in self.trained or id(weight.tensor) in stepped
+            i: weight for i, weight in self.weights.items() if is_asked_for or i not in self.trained
         }
 
     def _split_graph(

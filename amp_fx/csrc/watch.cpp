@@ -639,56 +639,25 @@ PyObject* stale(PyObject*, PyObject* args) {
   return positions;
 }
 
-void start_value(CacheSlot* slot, const Tensors& weights) {
-  for (size_t i = 0; i < weights.size(); ++i) {
-    slot->states->at(i).start(*weights[i]);
-  }
-}
-
-void finish_value(CacheSlot* slot, PyObject* value) {
-  for (WeightState& state : *slot->states) {
-    state.finish();
-  }
-  slot->made++;
-  Py_XDECREF(std::exchange(slot->value, Py_NewRef(value)));
-}
-
 // start(slots, weights): call before values are computed.
 void start(PyObject*, PyObject* args) {
   for_each(item(args, 0), item(args, 1), [](Py_ssize_t, CacheSlot* slot, const Tensors& weights) {
-    start_value(slot, weights);
+    for (size_t i = 0; i < weights.size(); ++i) {
+      slot->states->at(i).start(*weights[i]);
+    }
   });
 }
 
 // finish(slots, values): stores the computed values.
 void finish(PyObject*, PyObject* args) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(item(args, 0)); ++i) {
-    finish_value(as_slot(item(item(args, 0), i)), item(item(args, 1), i));
-  }
-}
-
-// finish_step(started, slots, values, weights): stores values that an optimizer step computed while
-// it wrote the weights through aliases. `started` is a slot of all these weights that was started
-// before the step. A value stays stale if other code has written its weight since then. Other
-// values of the weights become stale.
-void finish_step(PyObject*, PyObject* args) {
-  const std::vector<WeightState>& before = *as_slot(item(args, 0))->states;
-  std::vector<bool> is_valid;
-  std::unordered_set<Record*> written;
-  for (const WeightState& state : before) {
-    is_valid.push_back(state.next_seen == state.record->writes);
-    written.insert(state.record.get());
-  }
-  for (Record* record : written) {
-    record->note_write();
-  }
-  PyObject *slots = item(args, 1), *values = item(args, 2), *weights = item(args, 3);
-  for_each(slots, weights, [&](Py_ssize_t i, CacheSlot* slot, const Tensors& sources) {
-    if (is_valid[i] && before[i].matches(*sources[0]) && matches(slot, sources.data())) {
-      start_value(slot, sources);
-      finish_value(slot, item(values, i));
+    CacheSlot* slot = as_slot(item(item(args, 0), i));
+    for (WeightState& state : *slot->states) {
+      state.finish();
     }
-  });
+    slot->made++;
+    Py_XDECREF(std::exchange(slot->value, Py_NewRef(item(item(args, 1), i))));
+  }
 }
 
 bool is_in_use(PyObject* object) { // by Python, by a view, or by a pending backward
@@ -1172,7 +1141,6 @@ PyMethodDef functions[] = {
     {"stale", method<stale>, METH_VARARGS, "Positions of slots that are not fresh."},
     {"start", method<start>, METH_VARARGS, "Call before values are computed."},
     {"finish", method<finish>, METH_VARARGS, "Stores computed values."},
-    {"finish_step", method<finish_step>, METH_VARARGS, "Stores values that an optimizer step computed."},
     {"reusable", method<reusable>, METH_O, "Values that can be overwritten."},
     {"watch", method<watch>, METH_O, "Watches a tensor's storage; False if that is impossible."},
     {"unwatch", method<unwatch>, METH_O, "Stops watching a tensor's storage."},

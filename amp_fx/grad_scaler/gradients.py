@@ -117,7 +117,8 @@ def clip_(params: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
     if len(norms) > 1:
         stacked = torch.stack([group_norm.to(norm.device) for group_norm in norms])
         norm = cast("Tensor", torch.linalg.vector_norm(stacked, norm_type))
-    factor = clip_factor(norm if norm.is_cpu else norm.where(norm.isfinite(), 0.0), max_norm)
+    finite = norm if norm.is_cpu else norm.where(norm.isfinite(), 0.0)
+    factor = torch.clamp(max_norm / (finite + 1e-6), max=1.0)  # as in ``clip_grad_norm_``
     for group in groups:
         foreach_mul_([part_of(grad) for grad in group], moved(factor, group[0].device))
     return norm
@@ -128,12 +129,3 @@ def _group_norm(grads: list[Tensor], norm_type: float) -> Tensor:
         [upcast(grad) for grad in grads if grad.numel()], norm_type
     )
     return cast("Tensor", norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-
-def clip_factor(norm: Tensor, max_norm: float, found_inf: Tensor | None = None) -> Tensor:
-    """Returns the factor by which ``torch.nn.utils.clip_grad_norm_`` multiplies gradients.
-
-    Returns 1 if ``found_inf`` is set, so that infinities and NaNs can still be counted.
-    """
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    return factor if found_inf is None else factor.masked_fill(found_inf != 0, 1.0)

@@ -1,4 +1,4 @@
-"""``GradScaler``: ``torch.amp.GradScaler`` with reports, limits of the scale and compiled steps."""
+"""``GradScaler``: ``torch.amp.GradScaler`` with reports and limits of the scale."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch.amp.grad_scaler import OptState
 
 from amp_fx.errors import Float16GradientError, ScalerStateDictError, ScalerStateError
 from amp_fx.grad_scaler import arguments
-from amp_fx.grad_scaler.compiled_step import PlainStep
 from amp_fx.grad_scaler.gradients import (
     clip_,
     grads_of,
@@ -28,7 +27,6 @@ from amp_fx.torch_private.pytree import tree_map
 
 if TYPE_CHECKING:
     from amp_fx.grad_scaler.reports import NamedParameters
-    from amp_fx.grad_scaler.two_pass import Work
 
 Outputs = TypeVar("Outputs")
 
@@ -36,7 +34,7 @@ _STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growt
 
 
 class GradScaler(torch.amp.GradScaler):
-    """A :class:`torch.amp.GradScaler` that reports overflows and compiles steps.
+    """A :class:`torch.amp.GradScaler` that reports overflows.
 
     Methods, defaults, state dict and errors are the same as torch's::
 
@@ -63,7 +61,6 @@ class GradScaler(torch.amp.GradScaler):
     * `step` raises an error if a closure is passed by position; torch's runs the closure.
     * Supports bfloat16 and complex gradients on every device, and plain gradients together with
       DTensors.
-    * `compile_step` compiles a step into one call.
 
     Args:
         device: Device type of the losses, such as "cuda" or "cpu". Without a CUDA device, a "cuda"
@@ -131,7 +128,6 @@ class GradScaler(torch.amp.GradScaler):
         self._names = ParameterNames()
         self._reports: list[StepReport] = []
         self._unfinished: list[dict[str, Any]] = []
-        self._is_updated_by_step = False
 
     def __repr__(self) -> str:
         """Returns the scale and the latest report; does not wait for the device."""
@@ -216,9 +212,9 @@ class GradScaler(torch.amp.GradScaler):
         """Steps the optimizer unless its gradients overflowed; unscales them first if necessary.
 
         Fused optimizers unscale and skip in their kernels. For other optimizers, the host waits for
-        the check; `compile_step` avoids that. The host also waits for the first step of fused SGD
-        with momentum: torch allocates the momentum buffers without initializing them, and a
-        skipped step does not write them, so they are dropped.
+        the check. The host also waits for the first step of fused SGD with momentum: torch
+        allocates the momentum buffers without initializing them, and a skipped step does not write
+        them, so they are dropped.
 
         Args:
             optimizer: The optimizer to step, once per update.
@@ -268,58 +264,6 @@ class GradScaler(torch.amp.GradScaler):
         self.last_step = report
         return result
 
-    def compile_step(
-        self,
-        optimizer: torch.optim.Optimizer,
-        *,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        update_scale: bool = True,
-        write_grads: bool = False,
-        **compile_options: Any,
-    ) -> CompiledStep:
-        """Compiles unscaling, checking, clipping, stepping and updating the scale into one call.
-
-        The call replaces `unscale_`, `step` and `update` and returns the same results within
-        roundings. After the first step, it does not wait for the device::
-
-            step = scaler.compile_step(optimizer, max_norm=1.0)
-            for inputs, targets in data:
-                optimizer.zero_grad()
-                scaler.scale(loss_fn(model(inputs), targets)).backward()
-                step()
-
-        The call uses two passes over memory like :func:`amp_fx.compile_step`, for the same
-        optimizers and gradients. Other steps run eagerly, with one warning.
-
-        On accelerators, sets the `capturable` option of optimizers that have it. Their step
-        counters must be on the device, because the host does not know if a step was skipped.
-
-        Args:
-            optimizer: The optimizer to step.
-            max_norm: Clips gradients to this norm; None does not clip.
-            norm_type: The order of the norm.
-            update_scale: Whether to call `update`. If several optimizers share the scaler, pass
-                False and call `update` after all of them.
-            write_grads: Whether to unscale and clip gradients in place as well, which writes 4 more
-                bytes per element. Otherwise `.grad` is not changed and remains scaled; `norm` and
-                `last_step` always refer to unscaled gradients.
-            compile_options: Options of torch.compile.
-
-        Raises:
-            ScalerTypeError: The optimizer's step needs a closure.
-            ScalerValueError: `max_norm` is negative or not a number.
-        """
-        return CompiledStep(
-            self,
-            optimizer,
-            max_norm,
-            norm_type,
-            compile_options,
-            update_scale=update_scale,
-            write_grads=write_grads,
-        )
-
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Updates the scale: backs it off after an overflow, or grows it.
 
@@ -344,7 +288,7 @@ class GradScaler(torch.amp.GradScaler):
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         states = [*self._per_optimizer_states.values(), *self._unfinished]
         states = [state for state in states if state["found_inf_per_device"]]
-        if not states and not self._is_updated_by_step:
+        if not states:
             raise ScalerStateError(
                 "No inf checks were recorded prior to update: no optimizer was unscaled or stepped "
                 "since the last update()."
@@ -373,7 +317,6 @@ class GradScaler(torch.amp.GradScaler):
             self._bound.follow(scale, self._backoff_factor, self._min_scale)
         self._per_optimizer_states.clear()
         self._unfinished.clear()
-        self._is_updated_by_step = False
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Sets the factor by which the scale grows; above 1 and finite."""
@@ -526,67 +469,3 @@ def _find_unfinished(state: dict[str, Any]) -> None:
         return
     state["is_unfinished"] = not has_nonzero_grads(params)
     state["is_mixed"] = not state["is_unfinished"] and state.get("is_unscaled_by_step", False)
-
-
-class CompiledStep(PlainStep):
-    """Result of `GradScaler.compile_step`. Call it once per iteration.
-
-    Attributes:
-        norm: Norm of the unscaled gradients in the latest call; None without `max_norm`.
-    """
-
-    def __init__(self, scaler: GradScaler, *args: Any, update_scale: bool, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._scaler = scaler
-        self._update_scale = update_scale
-
-    def __call__(self) -> Any:
-        """Unscales, checks, clips, steps and updates the scale.
-
-        Returns:
-            The result of the optimizer's step; None if it was skipped or used two passes.
-
-        Raises:
-            AssertionError: Called before `scale`.
-            RuntimeError: Called after `step` without `update`.
-        """
-        scaler = self._scaler
-        if not scaler.is_enabled():
-            return super().__call__()
-        scaler._check_scale_growth_tracker("step")
-        state = scaler._per_optimizer_states[id(self._optimizer)]
-        work = self._work() if state["stage"] is OptState.READY else None
-        result = None
-        if work is not None:
-            self._step_in_two_passes(work, state)
-        else:
-            if self._max_norm is not None and state["stage"] is OptState.READY:
-                scaler.unscale_(self._optimizer)
-            if state["stage"] is OptState.UNSCALED:
-                self._clip()
-            result = scaler.step(self._optimizer)
-        if self._update_scale:
-            scaler.update()
-            scaler._is_updated_by_step = True
-        return result
-
-    def _step_in_two_passes(self, work: Work, state: dict[str, Any]) -> None:
-        scaler, device = self._scaler, work.weights[0].device
-        if any(count.device != device for count in work.counts):
-            work = self._move_counters(work, device)
-        inv_scale = moved(scaler._inv_scale(), device)
-        found_inf, self.norm = self._run(work, inv_scale)
-        assert found_inf is not None
-        flags = {device: found_inf}
-        state.update(stage=OptState.STEPPED, found_inf_per_device=flags, has_grads=True)
-        scaler._report(self._optimizer, flags, None if self._write_grads else inv_scale)
-        scaler.last_step = state["report"]
-
-    def _move_counters(self, work: Work, device: torch.device) -> Work:
-        """Moves step counters to the weights' device; the host does not know of skipped steps."""
-        for group in self._optimizer.param_groups:
-            group["capturable"] = True
-        counts = [count.to(device) for count in work.counts]
-        for weight, count in zip(work.weights, counts, strict=True):
-            self._optimizer.state[weight]["step"] = count
-        return work._replace(counts=counts)

@@ -57,7 +57,6 @@ __all__ = (
 
 NullDecorator = _NullDecorator
 compile_session = torch.compiler._compile_session_context
-mark_static_address = torch._dynamo.mark_static_address
 optimize = torch._dynamo.optimize
 
 

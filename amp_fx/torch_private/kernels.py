@@ -7,7 +7,6 @@ import torch
 addmm_activation = torch._addmm_activation
 amp_foreach_non_finite_check_and_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
 amp_update_scale_ = torch._amp_update_scale_
-foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm

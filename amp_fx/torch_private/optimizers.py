@@ -6,12 +6,11 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.optim.optimizer as optimizer_module
 
 from amp_fx.torch_private.kernels import amp_foreach_non_finite_check_and_unscale_, foreach_copy_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -62,46 +61,6 @@ def states_with_momentum(optimizer: torch.optim.Optimizer) -> list[dict[str, Any
         return []
     states = optimizer.state.values()
     return [state for state in states if state.get("momentum_buffer") is not None]
-
-
-def runs_only_own_code(optimizer: Any, allowed: Collection[Any] = ()) -> bool:
-    """Returns True if an optimizer is one of torch's, without hooks or a replaced ``step``.
-
-    The wrapper of ``step`` that learning-rate schedulers install is allowed.
-
-    Args:
-        optimizer: The optimizer.
-        allowed: Global post-step hooks that are allowed.
-    """
-    if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
-        return False
-    step = vars(optimizer).get("step")
-    wraps_original = getattr(step, "__wrapped__", None) is type(optimizer).step
-    if step is not None and not (wraps_original and hasattr(step, "_wrapped_by_lr_sched")):
-        return False
-    return not (
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or optimizer_module._global_optimizer_pre_hooks
-        or set(optimizer_module._global_optimizer_post_hooks.values()) - set(allowed)
-    )
-
-
-def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Records that the optimizer was stepped, so that learning-rate schedulers do not warn."""
-    optimizer._opt_called = True  # type: ignore[attr-defined]
-
-
-def mark_static(tensors: list[Tensor]) -> None:
-    """Marks the addresses of tensors as static, like those of a module's parameters.
-
-    Inductor does not use CUDA graphs for functions that write other inputs. No guard is installed:
-    if an address changes, as for gradients, the CUDA graph is recorded again.
-    """
-    from amp_fx.torch_private.dynamo import mark_static_address
-
-    for tensor in tensors:
-        mark_static_address(tensor, guard=False)
 
 
 def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -128,26 +128,6 @@ class CachedValueSpec:
             if source in positions:
                 yield positions[source], dtype
 
-    @functools.cached_property
-    def is_exact(self) -> bool:
-        """True if the value depends on one weight and has the same bits under every compiler."""
-        return len(self.positions) == 1 and all(map(_is_exact, self.nodes))
-
-    @functools.cached_property
-    def function(self) -> fx.GraphModule:
-        """Traceable module that computes the outputs from the weights."""
-        graph = fx.Graph()
-        copies: Copies = {}
-        constants: dict[str, torch.Tensor] = {}
-        for node in self.nodes:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
-            if node.op == "get_attr":
-                name = f"constant_{len(constants)}"
-                copies[node].target = name
-                constants[name] = CONSTANT.of(node)
-        graph.output(tuple(copies[node] for node in self.outputs))
-        return fx.GraphModule(constants, graph)
-
     def cast_layout(self, weight: torch.Tensor) -> tuple[torch.dtype, tuple[int, ...]] | None:
         """Returns dtype and strides of the value if it is a cast of one weight, else None."""
         del weight  # Dynamo guards its strides, so the compiled graph's strides are valid
@@ -165,35 +145,6 @@ def cast_dtype(node: fx.Node) -> torch.dtype | None:
     if node.target is torch.ops.aten._to_copy.default and passed == {"dtype"}:
         return node.kwargs["dtype"]  # type: ignore[return-value]
     return None
-
-
-def _is_exact(node: fx.Node) -> bool:
-    """Returns True for casts, views, and the arithmetic that rounds or quantizes a weight."""
-    name = getattr(node.target, "_opname", "")
-    return node.op != "call_function" or is_view(node) or name in _EXACT
-
-
-_EXACT = frozenset(
-    {
-        "_to_copy",
-        "abs",
-        "amax",
-        "bitwise_and",
-        "clamp",
-        "clamp_max",
-        "clamp_min",
-        "clone",
-        "convert_element_type",
-        "div",
-        "max",
-        "maximum",
-        "minimum",
-        "mul",
-        "reciprocal",
-        "rounded",
-    }
-)
-"""Ops whose result IEEE 754 defines exactly, for any order of the elements."""
 
 
 def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:

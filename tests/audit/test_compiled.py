@@ -132,27 +132,3 @@ def test_the_backend_of_a_program_is_known() -> None:
     assert backend_of(torch.compile(model.forward, backend="amp_fx")) is not None
     assert backend_of(torch.compile(model, backend="eager")) is None
     assert backend_of(model) is None
-
-
-def test_a_compiled_step_of_an_optimizer_is_restored() -> None:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters())
-    update = amp_fx.compile_step(optimizer)
-    x, y = torch.randn(8, 16), torch.randint(16, (8,))
-
-    def step() -> Tensor:
-        optimizer.zero_grad()
-        with torch.autocast("cpu"):
-            loss = F.cross_entropy(model(x), y)
-        torch.autograd.backward(loss)
-        update()
-        return loss
-
-    step()
-    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    report = amp_fx.audit(step)()
-    assert not report.findings
-    assert any(use.what == "optimizer states" for use in report.uses)
-    after = (model.state_dict(), optimizer.state_dict())
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-    assert not update._has_warned

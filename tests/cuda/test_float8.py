@@ -1,4 +1,4 @@
-"""Float8 policies as CUDA's code, executed: the bits of compiled torchao, calls and steps.
+"""Float8 policies as CUDA's code, executed: the bits of compiled torchao.
 
 The interpreter of Triton rounds to float8 as the CPU's kernels do, and ``torch._scaled_mm`` is the
 CPU's. So this shows what is generated, kept and handed over, not how a GPU adds up.
@@ -22,7 +22,6 @@ from tests.cuda import generated  # noqa: E402
 
 generated.start()
 
-import amp_fx  # noqa: E402
 from amp_fx import weight_cache  # noqa: E402
 from tests.float8.torchao_oracle import RECIPES, converted  # noqa: E402
 
@@ -68,14 +67,14 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False, capturable=True)
 
 
-def ours(recipe: str, make_step: Callable[[Any], Any]) -> list[Tensor]:
+def ours(recipe: str) -> list[Tensor]:
     torch._dynamo.reset()
     weight_cache.clear()
     model = mlp()
     options: dict[str, Any] = {"policy": f"float8-{recipe}", "output_dtype": "autocast"}
     options |= {"fallback": False, "weight_cache": "training"}
     compiled = torch.compile(model, backend="amp_fx", options=options, dynamic=False)
-    return trained(model, compiled, make_step(adamw(model)))
+    return trained(model, compiled, adamw(model).step)
 
 
 def torchaos(recipe: str) -> list[Tensor]:
@@ -100,18 +99,9 @@ def differing(left: list[Tensor], right: list[Tensor]) -> list[int]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_bits_of_compiled_torchao(recipe: str) -> None:
-    found = ours(recipe, lambda optimizer: optimizer.step)
-    others = differing(found, torchaos(recipe))
+    others = differing(ours(recipe), torchaos(recipe))
     if recipe == "tensorwise":
         # It saves an input in float8, from the float32 of the kernel in front; torchao's backward
         # quantizes what that kernel rounded. Gradients of the two weights see it first.
         others = [i for i in others if i < BATCHES + 8 and i not in WEIGHT_GRADS]
     assert others == []
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_steps_that_quantize(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They hand over what the next call would have made itself."""
-    found = ours(recipe, amp_fx.compile_step)
-    monkeypatch.setattr("amp_fx.weights.step_copies.is_available", lambda: False)
-    assert differing(found, ours(recipe, amp_fx.compile_step)) == []

@@ -6,7 +6,6 @@ All ranks see the same batches, so that each wrapper trains what one process tra
 from __future__ import annotations
 
 import math
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,16 +59,6 @@ def step_eagerly(scaler: Any, optimizer: Any) -> Any:
     return step
 
 
-def step_compiled(scaler: Any, optimizer: Any) -> Any:
-    compiled = scaler.compile_step(optimizer, max_norm=MAX_NORM, backend="aot_eager")
-
-    def step() -> Any:
-        compiled()
-        return compiled.norm
-
-    return step
-
-
 def step_by_torch(scaler: Any, optimizer: Any) -> Any:
     def step() -> Any:
         scaler.unscale_(optimizer)
@@ -102,9 +91,7 @@ def updates(params: list[Any], backward: Any, make_step: Any, *, overflows: bool
         backward(scaler, update)
         if update == BAD_UPDATE and overflows:
             overflow(params)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="steps of")  # of DTensors run eagerly
-            norms.append(float(step()))
+        norms.append(float(step()))
         scales.append(scaler.get_scale())
         report = getattr(scaler, "last_step", None)
         culprits.append(len(report.overflows) if report else 0)
@@ -130,7 +117,7 @@ def wrapped(how: str, make_step: Any, rank: int) -> dict[str, Any]:
     return {**found, "params": full(model.parameters())}
 
 
-STEPS = {"eager": step_eagerly, "compiled": step_compiled, "torch": step_by_torch}
+STEPS = {"eager": step_eagerly, "torch": step_by_torch}
 
 
 def scaler(rank: int) -> Any:

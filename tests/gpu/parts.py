@@ -121,7 +121,7 @@ PARTS = (
         "scaler",
         "float16: the scaler beside torch's, and no waiting for the device",
         "pytest",
-        ("tests/gpu/test_grad_scaler.py", "tests/gpu/test_compiled_step.py"),
+        ("tests/gpu/test_grad_scaler.py",),
         170,
     ),
     Part(

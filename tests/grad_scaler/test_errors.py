@@ -232,8 +232,6 @@ def test_bad_norms_leave_gradients_scaled(max_norm: float, norm_type: float) -> 
     with pytest.raises(ValueError, match="norm"):
         case.scaler.unscale_and_clip_(case.optimizer, max_norm, norm_type)
     assert torch.equal(case.params[0].grad, before)
-    with pytest.raises(ValueError, match="norm"):
-        case.scaler.compile_step(case.optimizer, max_norm=max_norm, norm_type=norm_type)
 
 
 @pytest.mark.parametrize("names", ["weight", ["weight"], [("weight", 3)], [(1, torch.ones(2))]])
@@ -242,11 +240,3 @@ def test_names(names: Any) -> None:
         amp_fx.GradScaler("cpu", named_parameters=names)
     with pytest.raises(errors.ScalerTypeError):
         amp_fx.GradScaler("cpu").name_parameters(names)
-
-
-def test_lbfgs_cannot_be_compiled() -> None:
-    scaler = Case().scaler
-    with pytest.raises(
-        TypeError, match="LBFGS cannot be compiled, because its step needs a closure"
-    ):
-        scaler.compile_step(torch.optim.LBFGS(make_params((3,))))

@@ -1,4 +1,4 @@
-"""Fused and compiled steps do not wait for the device, except for their first; others wait once.
+"""Fused steps do not wait for the device, except for their first; others wait once.
 
 ``tests/gpu`` has the same on a device.
 """
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import amp_fx
 from tests.grad_scaler import on_device
@@ -69,25 +68,6 @@ def test_other_optimizers_read_one_value_a_step() -> None:
         scaler.unscale_(optimizer := torch.optim.SGD(params, lr=0.1))
         with pytest.raises(AssertionError, match="a value was read"):
             scaler.step(optimizer)
-
-
-@pytest.mark.parametrize("max_norm", [None, 0.5])
-@pytest.mark.parametrize("optimizer_name", ["adamw", "sgd-momentum"])
-def test_compiled_steps_read_nothing(optimizer_name: str, max_norm: float | None) -> None:
-    """Nor do their graphs: a read would break one in two."""
-    params = make_params((4, 3), (5,))
-    optimizer = OPTIMIZERS[optimizer_name](params)
-    scaler = amp_fx.GradScaler("cpu", growth_interval=2)
-    counter = CompileCounterWithBackend("eager")
-    step = scaler.compile_step(optimizer, max_norm=max_norm, backend=counter)
-    for seed, bad in enumerate((None, None, math.inf, None)):
-        set_scaled_grads(scaler, params, bad, seed)
-        if seed < 2:  # creates the optimizer's state; compiles
-            step()
-            continue
-        with NoReads():
-            step()
-    assert counter.frame_count == 2
 
 
 def test_reports_are_read_when_asked_for() -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from typing import Any
 
 import pytest
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_fx.torch_private import optimizers, tensors
-from amp_fx.weights.write_signals import after_step
 
 
 @pytest.mark.parametrize(
@@ -40,47 +37,6 @@ def test_groups_keep_the_tensors_and_their_order() -> None:
     assert len(groups) == len(by_dtype) == 2
     singles = by_dtype[torch.float32]
     assert all(a is b for a, b in zip(singles, [given[0], *given[2:]], strict=True))
-
-
-class WithHook(torch.optim.SGD):
-    """Somebody's own step, which must not be bypassed."""
-
-    def step(self, closure: Any = None) -> Any:
-        super().step(closure)
-        return "own"
-
-
-def test_whether_only_torchs_own_code_runs() -> None:
-    def runs_only_own_code(optimizer: Any) -> bool:
-        return optimizers.runs_only_own_code(optimizer, allowed=(after_step,))
-
-    def make(kind: Any = torch.optim.SGD) -> Any:
-        return kind([torch.nn.Parameter(torch.zeros(2, 2))], lr=1.0)
-
-    assert runs_only_own_code(make())
-    assert runs_only_own_code(make(torch.optim.Adafactor))
-    assert not runs_only_own_code(make(WithHook))
-
-    scheduled, replaced = make(), make()
-    torch.optim.lr_scheduler.ExponentialLR(scheduled, 0.5)
-    assert runs_only_own_code(scheduled)
-    replaced.step = functools.wraps(replaced.step)(lambda *_: None)
-    assert not runs_only_own_code(replaced)
-    scheduled.step = functools.wraps(scheduled.step)(lambda *_: None)
-    assert not runs_only_own_code(scheduled)
-
-    hook = register_optimizer_step_post_hook(lambda *_: None)
-    assert not runs_only_own_code(make())
-    hook.remove()
-    assert runs_only_own_code(make())
-
-
-def test_schedulers_know_of_a_marked_step() -> None:
-    """Torch warns if a scheduler is stepped before its optimizer; warnings are errors here."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    optimizers.mark_stepped(optimizer)
-    scheduler.step()
 
 
 def overflow(scaler: torch.amp.GradScaler, param: torch.Tensor) -> None:

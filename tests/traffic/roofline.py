@@ -8,7 +8,7 @@ Nothing is measured. What is assumed:
   their operations at 70 % of the dense peak in bfloat16, and 2 µs each.
 - An update is one call after which weights are cast again and further ones, whose gradients are
   added up: 12 bytes a parameter for each further call. A fused AdamW step takes 40 bytes a
-  parameter, one by ``compile_step`` 34, behind which no cast is to be made.
+  parameter.
 - The host is never behind, as under CUDA graphs.
 """
 
@@ -50,8 +50,8 @@ class Gpu:
 GPUS = {"h100": Gpu(3.35e12, 990e12), "h200": Gpu(4.8e12, 990e12)}
 SHARE_OF_BANDWIDTH, SHARE_OF_FLOPS = 0.8, 0.7
 LEAST_SECONDS = 2e-6
-STEP_BYTES, COMPILED_STEP_BYTES, SUM_BYTES = 40, 34, 12
-"""Per parameter: of a step, of a compiled one, of adding up gradients."""
+STEP_BYTES, SUM_BYTES = 40, 12
+"""Per parameter: of a step, of adding up gradients."""
 
 
 def operations(case: Case, *, trains: bool) -> tuple[int, int]:
@@ -106,18 +106,12 @@ def update_seconds(
     return calls + moved / (gpu.bandwidth * SHARE_OF_BANDWIDTH)
 
 
-def compiled_update_seconds(counted: Counted, work: tuple[int, int], gpu: Gpu) -> float:
-    """What an update of one micro-batch takes whose step writes the casts."""
-    moved = work[1] * COMPILED_STEP_BYTES
-    return seconds(counted, work[0], gpu) + moved / (gpu.bandwidth * SHARE_OF_BANDWIDTH)
-
-
 def training_row(row: Mapping[str, Any], case: Case, gpu: Gpu) -> list[float]:
-    """Steps relative to native's: of 1, 4 and 16 micro-batches, and other ways of taking them.
+    """Steps relative to native's, of 1, 4 and 16 micro-batches.
 
     Returns:
         The share of products in native's call; amp_fx with 1, 4 and 16 micro-batches; ``lean`` with
-        4; with one micro-batch ``compile_step``.
+        4.
     """
     work = operations(case, trains=True)
     by_name = row["totals"]
@@ -131,7 +125,6 @@ def training_row(row: Mapping[str, Any], case: Case, gpu: Gpu) -> list[float]:
         products / seconds(native, work[0], gpu),
         *(update_seconds(ours, more, n, work, gpu) / alone[n] for n in (1, 4, 16)),
         update_seconds(lean, lean_more, 4, work, gpu) / alone[4],
-        compiled_update_seconds(more, work, gpu) / alone[1],
     ]
 
 
@@ -144,7 +137,7 @@ def inference_row(row: Mapping[str, Any], case: Case, gpu: Gpu) -> list[float]:
 
 
 TITLES = {
-    "training": "share of products | 1 micro-batch | 4 | 16 | `lean`, 4 | `compile_step`, 1",
+    "training": "share of products | 1 micro-batch | 4 | 16 | `lean`, 4",
     "inference": "native, µs | amp_fx / native",
 }
 

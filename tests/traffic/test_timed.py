@@ -42,7 +42,7 @@ def test_each_case_is_timed_in_a_process_and_failures_are_told(tmp_path: Path) -
     kinds = {row["kind"]: set(row["seconds"]) for row in timings}
     assert kinds == {
         "inference": {NATIVE, AMP_FX, FROZEN, LIMIT},
-        "training, 1": {NATIVE, AMP_FX, LEAN, LIMIT, "compile_step", "uncached"},
+        "training, 1": {NATIVE, AMP_FX, LEAN, LIMIT, "uncached"},
         "training, 4": {NATIVE, AMP_FX, LEAN},
     }
     late = subprocess.run(

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-import amp_fx
 from benchmarks import contenders as bench
 from benchmarks.contenders import Settings
 from benchmarks.timing import WARM_UP_CALLS, time_in_turns
@@ -44,7 +43,7 @@ def _variant(original: str, name: str, **options: Any) -> Contender:
     return dataclasses.replace(contender, name=name, options=more)
 
 
-UNCACHED, STEP = "uncached", "compile_step"
+UNCACHED = "uncached"
 _OURS = {"output_dtype": "autocast"}  # as native's
 _IN_TRAINING = {"weight_cache": "training", **_OURS}
 _GRAPHS = {"triton.cudagraphs": True}
@@ -65,12 +64,7 @@ SEVERAL = (
     _variant(bench.AMP_FX, AMP_FX, **_IN_TRAINING),
     _variant(bench.LEAN, LEAN, **_IN_TRAINING),
 )
-ONE = (
-    *SEVERAL,
-    _variant(bench.AMP_FX, UNCACHED, **_OURS),
-    _variant(bench.AMP_FX, STEP, **_OURS),
-    _LIMIT,
-)
+ONE = (*SEVERAL, _variant(bench.AMP_FX, UNCACHED, **_OURS), _LIMIT)
 """``SEVERAL`` train with several micro-batches per update, and these with one."""
 NUM_SEVERAL = 4
 
@@ -100,11 +94,7 @@ def prepare(case: Case, contender: Contender, settings: Settings, num_micro_batc
         model = Timed(case.build()).to(stored)
         x = torch.randn(case.shape, dtype=stored, requires_grad=is_trained)
     bench.copy_forward(model, contender.name)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=bench.LEARNING_RATE, fused=contender.name != STEP
-    )
-    # Before the first call, which compiles: the step writes the casts of graphs compiled later.
-    step: Any = amp_fx.compile_step(optimizer) if contender.name == STEP else optimizer.step
+    optimizer = torch.optim.AdamW(model.parameters(), lr=bench.LEARNING_RATE, fused=True)
     compiled = bench.compiled(contender, model, (x,), settings)
 
     def call() -> torch.Tensor:
@@ -120,7 +110,7 @@ def prepare(case: Case, contender: Contender, settings: Settings, num_micro_batc
     def update() -> None:
         for _ in range(num_micro_batches):
             call().backward(grad)  # type: ignore[no-untyped-call]
-        step()
+        optimizer.step()
         optimizer.zero_grad()
 
     return update

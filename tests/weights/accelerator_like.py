@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.backend import caching
-from amp_fx.weights import call, keep, step_copies
+from amp_fx.weights import call, keep
 from amp_fx.weights.engine import engine
 from amp_fx.weights.store import STORE
 from amp_fx.weights.stream_order import StreamOrder
@@ -99,10 +99,9 @@ def accelerator_like(patch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
 
     patch.setattr(caching, "ACCELERATORS", ("cpu",))
     patch.setattr(call, "engine", _WithoutHostSamples)
-    for module in (call, step_copies, keep):
+    for module in (call, keep):
         patch.setattr(module, "accelerator_devices", lambda _: (CPU,))
-    for module in (call, step_copies):
-        patch.setattr(module, "is_capturing", lambda _: pretended.is_capturing)
+    patch.setattr(call, "is_capturing", lambda _: pretended.is_capturing)
     patch.setattr(torch.accelerator, "current_stream", lambda _: pretended.current)
     patch.setattr(torch.Tensor, "record_stream", hold)
     patch.setattr(STORE, "streams", StreamOrder())

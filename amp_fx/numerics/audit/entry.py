@@ -10,7 +10,6 @@ import torch
 
 from amp_fx.errors import ArgumentTypeError, UnsupportedError
 from amp_fx.front.settings import unwrap
-from amp_fx.grad_scaler.compiled_step import PlainStep
 from amp_fx.numerics.audit.choices import ChoiceRule
 from amp_fx.numerics.audit.recording import AuditMode
 from amp_fx.numerics.audit.report import AuditReport, merged
@@ -92,7 +91,7 @@ class _Audit:
         self.optimizers = [v for v in known if isinstance(v, torch.optim.Optimizer)]
         self.scalers = [v for v in known if isinstance(v, torch.amp.GradScaler)]
         self.generators = [v for v in known if isinstance(v, torch.Generator)]
-        held = (torch.amp.GradScaler, torch.optim.Optimizer, PlainStep)
+        held = (torch.amp.GradScaler, torch.optim.Optimizer)
         self.guard = guard_of(step, *(v for v in known if isinstance(v, held)))
 
     def run(
