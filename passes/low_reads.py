@@ -14,7 +14,7 @@ from amp_fx.dtypes import is_low
 from amp_fx.graphs.bodies import bodies_of, is_rewritten, operands_of
 from amp_fx.graphs.metadata import ISLAND, VERSION
 from amp_fx.graphs.values import storage_id, tensors_in, value_of, version_of
-from amp_fx.policies.calls import CAST
+from amp_fx.policies.calls import TO_COPY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -125,6 +125,6 @@ def _cast_dtype(reader: fx.Node) -> torch.dtype | None:
     """Returns the dtype of a cast, or None if the reader is not a cast."""
     if reader.target is torch.ops.aten.to.dtype and len(reader.args) == 2 and not reader.kwargs:
         return reader.args[1]  # type: ignore[return-value]
-    if reader.target is not CAST or set(reader.kwargs) != {"dtype"}:
+    if reader.target is not TO_COPY or set(reader.kwargs) != {"dtype"}:
         return None
     return reader.kwargs["dtype"]  # type: ignore[return-value]

@@ -39,6 +39,7 @@ from amp_fx.graphs.values import (
     value_of,
 )
 from amp_fx.passes.low_reads import low_reads
+from amp_fx.policies.calls import TO_COPY
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.regions.state import AutocastState, no_autocast
 from amp_fx.weights.split import viewed_by
@@ -317,7 +318,7 @@ def _read_backward(index: int, seen: SeenGraph, device: str | None) -> GraphReco
     )
 
 
-_CASTS = (torch.ops.aten._to_copy.default, CONVERT)
+_CASTS = (TO_COPY, CONVERT)
 
 
 def _casts(gm: fx.GraphModule) -> list[fx.Node]:

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from amp_fx.passes.base import Observer, Pass
     from amp_fx.policies.policy import Policy
 
+aten = torch.ops.aten
+
 
 def refuse_transforms(program: ExportedProgram) -> None:
     """Raises an error if a program contains nodes of ``torch.vmap`` or other transforms."""
@@ -273,7 +275,7 @@ def graph_to_rewrite(program: ExportedProgram) -> fx.GraphModule:
     refuse_transforms(program)
     gm = copied_graph(program)
     inputs = set(program.graph_signature.user_inputs)
-    assertion = torch.ops.aten._assert_tensor_metadata.default
+    assertion = aten._assert_tensor_metadata.default
     for graph in graphs_in(gm):
         for node in graph.find_nodes(op="call_function", target=assertion):
             if graph is not gm.graph or node.args[0].name not in inputs:

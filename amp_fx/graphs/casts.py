@@ -14,7 +14,7 @@ from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.collectives import op_name
 from amp_fx.graphs.metadata import CAST, VALUE
 from amp_fx.graphs.values import value_of, version_of
-from amp_fx.policies.calls import CAST as _OP
+from amp_fx.policies.calls import TO_COPY
 from amp_fx.torch_private import pytree
 from amp_fx.torch_private.fake_tensors import detect_fake_mode
 
@@ -56,7 +56,7 @@ def is_cacheable(tensor: torch.Tensor) -> bool:
 
 def is_cast_call(node: fx.Node) -> bool:
     """Returns True if a node calls the cast op of captured graphs."""
-    return node.op == "call_function" and node.target is _OP
+    return node.op == "call_function" and node.target is TO_COPY
 
 
 def mark_cast(node: fx.Node, reason: str) -> None:
@@ -75,7 +75,7 @@ def inserted_cast(node: fx.Node) -> Cast | None:
 def add_cast(graph: fx.Graph, source: fx.Node, dtype: torch.dtype, reason: str) -> fx.Node:
     """Inserts a cast at the graph's insertion point; the caller evaluates it."""
     node = graph.create_node(
-        "call_function", _OP, (source,), {"dtype": dtype}, name=cast_name(source, dtype)
+        "call_function", TO_COPY, (source,), {"dtype": dtype}, name=cast_name(source, dtype)
     )
     node.meta.update({k: source.meta[k] for k in ("stack_trace", "site") if k in source.meta})
     mark_cast(node, reason)
@@ -162,7 +162,7 @@ def narrowing_cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, *, like: 
         convert: Any = like.target
         cast = graph.call_function(convert, (node, dtype))
     else:
-        cast = graph.call_function(torch.ops.aten._to_copy.default, (node,), {"dtype": dtype})
+        cast = graph.call_function(TO_COPY, (node,), {"dtype": dtype})
     for key in ("stack_trace", "nn_module_stack"):
         if key in like.meta:
             cast.meta[key] = like.meta[key]

@@ -27,7 +27,7 @@ from amp_fx.errors import BannedOpError
 from amp_fx.graphs.decompose import Decomposed, Decomposer, NotPlainError, Site, call_key
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.values import analysis, evaluate, tensors_in
-from amp_fx.policies.calls import CAST, qualified_name
+from amp_fx.policies.calls import TO_COPY, qualified_name
 from amp_fx.policies.float8 import run_float8, weight_of, why_not_float8
 from amp_fx.policies.policy import preset
 from amp_fx.regions.module_stack import CompileFrame, current_stack, is_linear_end
@@ -147,7 +147,7 @@ class _Rewritten:
             return target(*args, **kwargs)
 
         def uncast(source: fx.Node) -> Any:
-            return env[source.all_input_nodes[0] if source.target is CAST else source]
+            return env[source.all_input_nodes[0] if source.target is TO_COPY else source]
 
         uncast_args, uncast_kwargs = map_arg((node.args, node.kwargs), uncast)
         call = (target, uncast_args, uncast_kwargs)

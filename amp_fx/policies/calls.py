@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
     Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
 
-CAST = torch.ops.aten._to_copy.default
+aten = torch.ops.aten
+TO_COPY = aten._to_copy.default
 """The op of every inserted cast."""
 
 # The overloads with a dtype argument that fp32_append_dtype calls (autocast_mode.h,
@@ -83,7 +84,7 @@ def make_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     Calls ``aten::_to_copy``, which autograd records for ``tensor.to(dtype)``. Decompositions do not
     call this op directly, so that it identifies inserted casts.
     """
-    result: torch.Tensor = CAST(tensor, dtype=dtype)
+    result: torch.Tensor = TO_COPY(tensor, dtype=dtype)
     return result
 
 

@@ -25,7 +25,7 @@ from amp_fx.explanation.recorder import weights_of
 from amp_fx.explanation.running import fake_stand_in, module_tensors, real_stand_in, shared_weights
 from amp_fx.graphs.casts import is_widening
 from amp_fx.graphs.values import storage_id, tensors_in
-from amp_fx.policies.calls import CAST
+from amp_fx.policies.calls import TO_COPY
 from amp_fx.random_states import random_states_kept
 from amp_fx.torch_private import pytree
 from amp_fx.torch_private.autograd import is_functorch_wrapped_tensor
@@ -189,7 +189,7 @@ def _has_storage(tensor: torch.Tensor) -> bool:
 
 def _is_plain_cast(func: Any, kwargs: Mapping[str, Any]) -> bool:
     passed = {name for name, value in kwargs.items() if value is not None}
-    return func is CAST and passed == {"dtype"}
+    return func is TO_COPY and passed == {"dtype"}
 
 
 def _is_view(func: Any, read: list[torch.Tensor], result: Any) -> bool:

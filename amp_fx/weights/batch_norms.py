@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection
 
 aten = torch.ops.aten
+mkldnn = torch.ops.mkldnn
 
 PACKED_DIMS = (4, 5)
 """Dimensions of the results of convolutions that inductor packs for oneDNN."""
@@ -98,7 +99,7 @@ def round_biases(graph: fx.Graph) -> None:
     """
     if not _has_onednn():  # then there are neither such biases nor packed convolutions
         return
-    packed = torch.ops.mkldnn._convolution_pointwise.default
+    packed = mkldnn._convolution_pointwise.default
     for op in (aten.convolution.default, packed):
         for convolution in graph.find_nodes(op="call_function", target=op):
             bias: Any = convolution.args[2]

@@ -34,6 +34,7 @@ from amp_fx.graphs.metadata import CONSTANT, VALUE
 from amp_fx.graphs.purity import is_pure
 from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import is_symbolic, tensors_in
+from amp_fx.policies.calls import TO_COPY
 from amp_fx.torch_private import pytree
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 
     Weights = tuple[torch.Tensor, ...]
     Copies = dict[fx.Node, fx.Node]
+
+
+aten = torch.ops.aten
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -115,7 +119,7 @@ class CachedValueSpec:
         is_one = len(self.outputs) == len(self.positions) == 1
         if not is_one or not 1 <= len(calls) <= 2 or cast_dtype(calls[0]) is None:
             return False
-        return all(node.target is torch.ops.aten.clone.default for node in calls[1:])
+        return all(node.target is aten.clone.default for node in calls[1:])
 
     def casts(self) -> Iterable[tuple[int, torch.dtype]]:
         """Yields position and target dtype for each cast of a weight."""
@@ -142,7 +146,7 @@ def cast_dtype(node: fx.Node) -> torch.dtype | None:
     if node.target is CONVERT:
         return node.args[1]  # type: ignore[return-value]
     passed = {name for name, value in node.kwargs.items() if value is not None}
-    if node.target is torch.ops.aten._to_copy.default and passed == {"dtype"}:
+    if node.target is TO_COPY and passed == {"dtype"}:
         return node.kwargs["dtype"]  # type: ignore[return-value]
     return None
 
@@ -317,10 +321,10 @@ def is_view(node: fx.Node) -> bool:
         return False
     if node.target is operator.getitem:
         return is_view(node.all_input_nodes[0])
-    if node.target is torch.ops.aten.reshape.default:
+    if node.target is aten.reshape.default:
         return _is_viewable(VALUE.get(node.all_input_nodes[0]), VALUE.get(node))
     has_view_schema = getattr(node.target, "is_view", False)
-    return bool(has_view_schema) or node.target is torch.ops.aten._unsafe_view.default
+    return bool(has_view_schema) or node.target is aten._unsafe_view.default
 
 
 def _is_viewable(value: Any, reshaped: Any) -> bool:
@@ -381,8 +385,7 @@ def convolution_biases(weights: Iterable[fx.Node]) -> set[fx.Node]:
 
     def is_bias(cast: fx.Node) -> bool:
         return cast_dtype(cast) is not None and all(
-            user.target is torch.ops.aten.convolution.default and user.args[2] is cast
-            for user in cast.users
+            user.target is aten.convolution.default and user.args[2] is cast for user in cast.users
         )
 
     return {weight for weight in weights if weight.users and all(map(is_bias, weight.users))}
