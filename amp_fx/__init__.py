@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import random
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -132,9 +131,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"amp_fx.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    random_state = random.getstate()  # rich draws a random number when it is imported
     value = getattr(importlib.import_module(_MODULES[name]), name)
-    random.setstate(random_state)
     globals()[name] = value
     return value
 

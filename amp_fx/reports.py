@@ -10,15 +10,12 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 if TYPE_CHECKING:
     from collections.abc import Collection
 
     from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
 
 SHORT = {
     "bfloat16": "bf16",
@@ -100,6 +97,8 @@ def printed(content: RenderableType, width: int | None = None) -> str:
         width: Number of columns. Defaults to that of the terminal; without a terminal, lines are
             not folded.
     """
+    from rich.console import Console
+
     file = io.StringIO()
     width = piped_width() if width is None else width
     Console(file=file, width=width, force_terminal=False, force_jupyter=False).print(content)
@@ -116,6 +115,8 @@ def piped_width() -> int | None:
 
 def printed_html(content: RenderableType) -> str:
     """Renders content as HTML."""
+    from rich.console import Console
+
     console = Console(file=io.StringIO(), width=110, record=True, force_jupyter=False)
     console.print(content)
     style = "font-family: monospace; font-size: 12px; line-height: 1.25"
@@ -131,6 +132,9 @@ def new_table(*names: str, folded: Collection[str] = (), right: Collection[str] 
         folded: Names of columns whose cells may have several lines.
         right: Names of right-aligned columns.
     """
+    from rich import box
+    from rich.table import Table
+
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for name in names:
         if name in folded:
@@ -142,6 +146,8 @@ def new_table(*names: str, folded: Collection[str] = (), right: Collection[str] 
 
 def dtype_cell(dtype: str) -> Text:
     """Returns the short name of a dtype in its color."""
+    from rich.text import Text
+
     return Text(SHORT.get(dtype, dtype), style=STYLES.get(dtype, ""))
 
 

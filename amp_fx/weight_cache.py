@@ -15,9 +15,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from rich import box
-from rich.table import Column, Table
-
 from amp_fx.reports import printed
 from amp_fx.weights.engine import engine
 from amp_fx.weights.store import STORE, tensors_of
@@ -69,6 +66,9 @@ class Stats:
 
     def __str__(self) -> str:
         """Returns a table of the statistics."""
+        from rich import box
+        from rich.table import Column, Table
+
         right = [Column(name, justify="right") for name in ("kept", "bytes", "hits", "made")]
         table = Table("model", *right, box=box.SIMPLE_HEAD)
         for name, stats in {**self.by_model, "all": self}.items():

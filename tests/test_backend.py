@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from amp_fx.backend.entry import amp_fx
+from amp_fx.backend import amp_fx
 from amp_fx.backend.rewrite import bare_state, graph_devices, region_device_type
 from amp_fx.errors import OptionError
 from amp_fx.options import Options

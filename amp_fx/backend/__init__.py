@@ -13,6 +13,8 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     if name != "amp_fx":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from amp_fx.backend.entry import amp_fx
+    from amp_fx.backend import entry
 
-    return amp_fx
+    # At the first lookup, not on import: explain and others import the entry, and change nothing.
+    entry.prepare_torch()
+    return entry.amp_fx

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("amp_fx.backend")
 
-skip_in_dynamo()
-
 
 def amp_fx(
     gm: fx.GraphModule,
@@ -107,8 +105,12 @@ def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options
     return compiled
 
 
-compile_after_transforms(amp_fx)
-restore_regions()
+@functools.cache
+def prepare_torch() -> None:
+    """Makes the changes of Dynamo and of checkpoints that compiled programs rely on."""
+    skip_in_dynamo()
+    compile_after_transforms(amp_fx)
+    restore_regions()
 
 
 def _compile_ahead(found: Rewritten, example_inputs: Sequence[Any], options: Options) -> SavedGraph:

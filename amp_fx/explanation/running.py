@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from amp_fx.backend.entry import called_in
+from amp_fx.backend.entry import called_in, prepare_torch
 from amp_fx.backend.rewrite import rewrite, start_state
 from amp_fx.errors import OptionError, UnsupportedError
 from amp_fx.explanation.recorder import GraphRecorder, SeenGraph
@@ -347,6 +347,7 @@ def _sizes_forgotten() -> Iterator[None]:
 
 def optimized(backend: Any, **kwargs: Any) -> Any:
     """Calls ``torch._dynamo.optimize`` with separate entries in Dynamo's cache."""
+    prepare_torch()
     return optimize(backend, isolate_recompiles=True, **kwargs)
 
 

@@ -6,16 +6,14 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from rich.console import Group
-from rich.table import Table
-from rich.text import Text
-
 from amp_fx.reports import dtype_cell, human, new_table, times
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
 
     from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.records import GraphRecord, NodeRecord, Totals
@@ -63,6 +61,9 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 def render(explanation: Explanation) -> RenderableType:
     """Renders the table of an explanation."""
+    from rich.console import Group
+    from rich.text import Text
+
     parts: list[RenderableType] = [_head(explanation), _summary(explanation.totals, "forward")]
     if explanation.backward:
         parts.append(_summary(explanation.backward_totals, "backward"))
@@ -74,6 +75,8 @@ def render(explanation: Explanation) -> RenderableType:
 
 
 def _head(explanation: Explanation) -> Text:
+    from rich.text import Text
+
     target = f"{explanation.device_type} {explanation.dtype}"
     imagined = " (device not available: its op tables on fake tensors)"
     policy = f"policy {explanation.policy!r}"
@@ -82,6 +85,8 @@ def _head(explanation: Explanation) -> Text:
 
 
 def _summary(totals: Totals, stage: str) -> Text:
+    from rich.text import Text
+
     share = ", ".join(f"{part:.1%} {dtype}" for dtype, part in totals.flop_share.items())
     ops = ", ".join(f"{count} {dtype}" for dtype, count in totals.ops_by_dtype.items())
     lines = [
@@ -110,6 +115,8 @@ def _count(number: int, word: str) -> str:
 
 
 def _graph_title(graph: GraphRecord, num_graphs: int) -> Text:
+    from rich.text import Text
+
     autocast = ", ".join(graph.autocast) or "no autocast"
     number = f"graph {graph.index}, " if num_graphs > 1 else ""
     return Text(f"{number}{autocast}", style="bold")
@@ -117,6 +124,8 @@ def _graph_title(graph: GraphRecord, num_graphs: int) -> Text:
 
 def _of_graph(graph: GraphRecord, *, shows_all: bool) -> list[RenderableType]:
     """Returns the ops of a graph by module, and the reasons for their treatments."""
+    from rich.text import Text
+
     casts = {node.name: _casts_before(node, graph) for node in graph.nodes}
     ops = [node for node in graph.nodes if node.kind in ("op", "island")]
     shown = [n for n in ops if shows_all or not n.is_view or n.decisions or casts[n.name]]
@@ -130,6 +139,8 @@ def _of_graph(graph: GraphRecord, *, shows_all: bool) -> list[RenderableType]:
 
 def _ops_table(nodes: Iterable[NodeRecord], casts: Mapping[str, str]) -> Table:
     """Returns one row for all ops that differ only in the numbers of their modules."""
+    from rich.text import Text
+
     table = new_table("op", "x", "in", "casts", "policy", folded=("op", "policy"), right=("x",))
     groups: dict[tuple[str, ...], list[NodeRecord]] = {}
     for node in nodes:
@@ -155,6 +166,8 @@ def _casts_before(node: NodeRecord, graph: GraphRecord) -> str:
 
 def _reasons_table(nodes: Iterable[NodeRecord]) -> Table:
     """Returns one row per reason, with the ops that it applies to."""
+    from rich.table import Table
+
     ops: dict[str, dict[str, dict[str, None]]] = {}
     for node in nodes:
         entries = [(d.treatment, d.reason, d.op.removeprefix("aten::")) for d in node.decisions]
@@ -170,6 +183,8 @@ def _reasons_table(nodes: Iterable[NodeRecord]) -> Table:
 
 
 def _notes(explanation: Explanation) -> list[Text]:
+    from rich.text import Text
+
     removed = [cast for cast in explanation.casts if cast.state == "removed"]
     lines = [f"removed: {c.name}, {c.removed_by}" for c in removed[:_MOST]]
     if len(removed) > _MOST:

@@ -8,8 +8,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Group
-from rich.text import Text
 
 from amp_fx.explanation.table import folded_path, without_numbers
 from amp_fx.numerics.measures import relative
@@ -22,6 +20,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
     from rich.table import Table
+    from rich.text import Text
 
     from amp_fx.numerics.records import GradientRecord, OpRecord, Suspect
     from amp_fx.policies.policy import Policy
@@ -47,6 +46,9 @@ def _overflows(row: list[OpRecord]) -> int:
 
 def render(report: AccuracyReport) -> RenderableType:
     """Renders the suspects, the table and the notes of a report."""
+    from rich.console import Group
+    from rich.text import Text
+
     parts: list[RenderableType] = [_head(report)]
     problem = report.reference_problem
     if problem is not None:
@@ -74,6 +76,8 @@ LEGEND = (
 
 
 def _head(report: AccuracyReport) -> Text:
+    from rich.text import Text
+
     text = Text.assemble(
         (report.model, "bold"),
         f" on {report.device_type} {report.dtype}, against {report.reference}: ",
@@ -133,6 +137,8 @@ def _range(row: list[OpRecord]) -> str:
 
 
 def _notes(report: AccuracyReport, num_rows: int) -> list[Text]:
+    from rich.text import Text
+
     lines = []
     if num_rows > MOST:
         lines.append(f"{num_rows - MOST} more rows: report.nodes")

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group
-from rich.text import Text
-
 from amp_fx.numerics.records import number
 from amp_fx.reports import Report, new_table
 
@@ -84,6 +81,9 @@ class SearchResult(Report):
         return {**super().to_dict(), "policy": str(self.policy)}
 
     def _render(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
         head = (
             f"{self.model} in {self.dtype}: {len(self.units)} of {self.num_units} in "
             f"{self.runs_in}, {number(self.before)} -> {number(self.value)} "

@@ -8,8 +8,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Group
-from rich.text import Text
 
 from amp_fx.numerics.equality import Difference, compare
 from amp_fx.numerics.measures import relative
@@ -185,6 +183,9 @@ class TraceDiff(Report):
         return tuple(sorted(found, key=lambda op: -op.amplification))
 
     def _render(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
         counts = (
             f"{self.num_aligned} results are in both, {len(self.ops)} of them differ, "
             f"{sum(op.is_rounding for op in self.ops)} by rounding alone; {self.only_before} are "

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group
-from rich.text import Text
-
 from amp_fx.reports import Report
 
 if TYPE_CHECKING:
@@ -53,6 +50,9 @@ class VerifyReport(Report):
         return not self.differences and self.num_graphs > 0
 
     def _render(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
         head = f"{self.model} on {self.device_type} in {self.dtype}: "
         if not self.differences and not self.num_graphs:
             return Text(f"{head}nothing was compiled, so nothing is verified")

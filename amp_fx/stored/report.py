@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Group
-from rich.text import Text
-
 from amp_fx.explanation.table import folded_path, without_numbers
 from amp_fx.reports import Report, dtype_cell, human, new_table, times
 
@@ -75,6 +72,9 @@ class StorageReport(Report):
         return sum(weight.bytes for weight in self.weights)
 
     def _render(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
         head = Text.assemble((self.model, "bold"), f" for {self.device_type} {self.dtype}")
         head.append(f", policy {self.policy!r}")
         share = self.bytes / self.bytes_before if self.bytes_before else 1.0

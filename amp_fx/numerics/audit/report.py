@@ -6,9 +6,6 @@ import dataclasses
 import html
 from typing import TYPE_CHECKING
 
-from rich.console import Group
-from rich.text import Text
-
 from amp_fx.explanation.table import folded_path, without_numbers
 from amp_fx.graphs.places import short_path
 from amp_fx.numerics.records import grouped
@@ -152,6 +149,9 @@ class AuditReport(Report):
         return f"{head}<body>{self._repr_html_()}</body></html>\n"
 
     def _render(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
         loss = "" if self.loss is None else f", loss {self.loss:.6g}"
         number = len(self.findings)
         head = f": {number} finding{'' if number == 1 else 's'}{loss}"
