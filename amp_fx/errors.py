@@ -25,10 +25,6 @@ class PolicyError(AmpFxError, ValueError):
     """A policy, an op table or one of its entries is invalid."""
 
 
-class BannedOpError(AmpFxError, RuntimeError):
-    """An op that autocast bans was called with floating-point inputs in a region."""
-
-
 class StaleWeightError(AmpFxError, RuntimeError):
     """A cached value differs from the value of its weights (only with ``verify="full"``)."""
 
@@ -43,60 +39,37 @@ class RegionError(AmpFxError, RuntimeError, ValueError):
 class UnsupportedError(AmpFxError, RuntimeError):
     """The model, the program or this machine does not support an operation.
 
-    For example, a model cannot be traced or exported, weights cannot be stored or gathered in low
-    precision, there are no numbers to compare, or an extension cannot be built. The message
-    contains the reason.
+    For example, a model cannot be traced or exported, it calls an op that autocast bans, weights
+    cannot be stored or gathered in low precision, there are no numbers to compare, or an extension
+    cannot be built. The message contains the reason.
     """
-
-
-class GraphInvariantError(AmpFxError):
-    """A graph violates an invariant of passes. The message names the node and the invariant."""
 
 
 class PassError(AmpFxError):
     """A pass failed. The message names the pass and the passes that ran before it."""
 
 
-class ScalerError(AmpFxError, RuntimeError, ValueError, KeyError, AssertionError):
-    """The gradient scaler was called in the wrong order or with invalid values.
+class ScalerStateError(AmpFxError, RuntimeError):
+    """The gradient scaler was called in the wrong order, or with a closure."""
 
-    torch.amp.GradScaler raises these base classes, so code that catches them works with both.
+
+class ScalerAssertionError(AmpFxError, AssertionError):
+    """A condition that ``torch.amp.GradScaler`` asserts does not hold.
+
+    A factor is on the wrong side of 1, or no gradients were checked before an update.
     """
-
-    __str__ = Exception.__str__  # KeyError would show the message in quotes
 
 
 class PolicyWarning(UserWarning):
-    """Part of a policy has no effect, because no module or weight of the model matches it."""
+    """A policy may not be the intended one.
+
+    No module or weight of the model matches a part of it, or the op lists of the installed torch
+    are not known.
+    """
 
 
 class DtypeWarning(UserWarning):
     """The low-precision dtype is a default that may surprise, or the device does not support it."""
-
-
-class TorchVersionWarning(UserWarning):
-    """The installed torch version was not tested."""
-
-
-# Former names, for code that catches them.
-CompileTargetError = ArgumentTypeError
-ScalerTypeError = ArgumentTypeError
-DeviceError = OptionError
-DrawError = OptionError
-KeepError = OptionError
-ShardingWarning = PolicyWarning
-Float16GradientError = ScalerError
-ScalerStateDictError = ScalerError
-ScalerStateError = ScalerError
-ScalerValueError = ScalerError
-AccuracyError = UnsupportedError
-AheadOfTimeError = UnsupportedError
-ExplainError = UnsupportedError
-ExportError = UnsupportedError
-NativeBuildError = UnsupportedError
-SearchError = UnsupportedError
-ShardingError = UnsupportedError
-StoreError = UnsupportedError
 
 
 def did_you_mean(name: object, candidates: Iterable[str]) -> str:

@@ -15,7 +15,7 @@ import torch
 
 from amp_fx.backend.ahead import is_ahead_of_time
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
-from amp_fx.errors import AheadOfTimeError
+from amp_fx.errors import UnsupportedError
 from tests.ahead_program import Net
 
 if TYPE_CHECKING:
@@ -68,5 +68,5 @@ def test_what_no_compiler_can_save_is_an_error_that_says_so() -> None:
     compiled: Any = torch.compile(
         Net(), backend="amp_fx", fullgraph=True, options={"compiler": "eager"}
     )
-    with pytest.raises(AheadOfTimeError, match="what inductor compiles"), torch.no_grad():
+    with pytest.raises(UnsupportedError, match="what inductor compiles"), torch.no_grad():
         compiled.forward.aot_compile(((x,), {}))

@@ -11,7 +11,7 @@ import pickle
 from contextlib import ExitStack
 from typing import Any
 
-from amp_fx.errors import AheadOfTimeError
+from amp_fx.errors import UnsupportedError
 from amp_fx.graphs.policy_mode import markers_left_on_error
 from amp_fx.regions.state import no_autocast
 from amp_fx.torch_private.dynamo import BundledAOTAutogradSerializableCallable, SerializableCallable
@@ -71,11 +71,11 @@ def as_saved(compiled: Any, *, is_off: bool, has_regions: bool) -> SavedGraph:
     """Returns a compiled graph in a form that can be saved.
 
     Raises:
-        AheadOfTimeError: Another compiler than inductor compiled the graph, or AOTAutograd cannot
+        UnsupportedError: Another compiler than inductor compiled the graph, or AOTAutograd cannot
             write it.
     """
     if getattr(compiled, "serialize", None) is None:
-        raise AheadOfTimeError(
+        raise UnsupportedError(
             "this graph cannot be compiled ahead of time: torch saves what inductor compiles "
             "(options={'compiler': 'inductor'}), without regions that carry a policy and run an "
             "op as the program has it"

@@ -65,7 +65,7 @@ def amp_fx(
 
     Raises:
         OptionError: An option is unknown or has a value that is not allowed.
-        BannedOpError: The graph calls an op that autocast bans on its device.
+        UnsupportedError: The graph calls an op that autocast bans on its device.
     """
     csrc.start()
     with working(f"compiling a graph of {len(gm.graph.nodes)} nodes"):

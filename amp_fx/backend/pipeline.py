@@ -119,6 +119,7 @@ def run_passes(
         PassError: A pass failed, or a condition that it requires or ensures does not hold. The
             message names the pass and those that ran before it.
         AmpFxError: A pass rejected the graph.
+        AssertionError: The graph violates an invariant after a pass (``check``).
     """
     is_checked = os.environ.get(CHECK_ENVIRONMENT) == "1" if check is None else check
     reports: list[PassReport] = []
@@ -133,8 +134,6 @@ def run_passes(
             if result.modified:
                 _finish(gm)
             _check_conditions(gm, current, "ensures")
-            if is_checked:
-                check_graph(gm, current.name)
         except AmpFxError:
             raise
         except Exception as error:
@@ -142,6 +141,8 @@ def run_passes(
             raise PassError(
                 f"pass {current.name!r} failed after {before}: {type(error).__name__}: {error}"
             ) from error
+        if is_checked:
+            check_graph(gm, current.name)
         report = PassReport(current.name, +result.counts, time.perf_counter() - start)
         reports.append(report)
         _log_pass(gm, report)

@@ -73,7 +73,7 @@ def rewrite(
 
     Raises:
         OptionError: The device cannot autocast to the requested dtype.
-        BannedOpError: The graph calls an op that autocast bans on its device.
+        UnsupportedError: The graph calls an op that autocast bans on its device.
         PassError: A pass failed and the option ``fallback`` is False.
     """
     ambient = AutocastState.ambient()

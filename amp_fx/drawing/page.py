@@ -29,7 +29,7 @@ def page_of(drawing: Drawing) -> str:
     """Returns a static page, which needs no other file and no network.
 
     Raises:
-        DrawError: The ``dot`` program is not installed.
+        OptionError: The ``dot`` program is not installed.
     """
     explanation = drawing.explanation
     title = f"{explanation.model} on {explanation.device_type} {explanation.dtype}"

@@ -87,7 +87,7 @@ def export(
         ArgumentTypeError: The model is neither a module nor an exported program.
         OptionError: An argument has an invalid value.
         PolicyError: The policy is invalid.
-        BannedOpError: The model calls an op that autocast bans on its device.
+        UnsupportedError: The model calls an op that autocast bans on its device.
         UnsupportedError: Part of the model can only run under ``torch.autocast``. The message names
             the node and the reason.
         PassError: A pass failed.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_fx.errors import ScalerTypeError
+from amp_fx.errors import ArgumentTypeError
 from amp_fx.grad_scaler.gradients import dense
 from amp_fx.weights.spread import part_of
 
@@ -36,7 +36,7 @@ class ParameterNames:
             match pair:
                 case (str(), Tensor()):
                     continue
-            raise ScalerTypeError(
+            raise ArgumentTypeError(
                 "named_parameters must give pairs of name and parameter, as "
                 f"model.named_parameters() does; got {type(pair).__name__!r}."
             )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from amp_fx.errors import Float16GradientError, ScalerStateDictError, ScalerStateError
+from amp_fx.errors import OptionError, ScalerAssertionError, ScalerStateError
 from amp_fx.grad_scaler import arguments
 from amp_fx.grad_scaler.gradients import (
     clip_,
@@ -83,7 +83,8 @@ class GradScaler(torch.amp.GradScaler):
             are skipped after every overflow.
 
     Raises:
-        ScalerValueError: An argument has an invalid value.
+        OptionError: An argument has an invalid value.
+        ScalerAssertionError: `growth_factor` or `backoff_factor` has an invalid value.
     """
 
     last_step: StepReport | None = None
@@ -145,7 +146,7 @@ class GradScaler(torch.amp.GradScaler):
             named_parameters: Pairs of name and parameter, such as `model.named_parameters()`.
 
         Raises:
-            ScalerTypeError: An item is not such a pair.
+            ArgumentTypeError: An item is not such a pair.
         """
         self._names.add(named_parameters)
 
@@ -202,7 +203,7 @@ class GradScaler(torch.amp.GradScaler):
             The norm of the unscaled gradients before clipping: 0-dim, at least float32.
 
         Raises:
-            ScalerValueError: `max_norm` is negative or not a number.
+            OptionError: `max_norm` is negative or not a number.
         """
         max_norm, norm_type = arguments.clipping(max_norm, norm_type)
         self.unscale_(optimizer)
@@ -274,8 +275,8 @@ class GradScaler(torch.amp.GradScaler):
             new_scale: If passed, becomes the scale. A tensor is copied.
 
         Raises:
-            AssertionError: No optimizer was unscaled or stepped since the last update, or
-                `new_scale` is not a valid scale.
+            ScalerAssertionError: No optimizer was unscaled or stepped since the last update.
+            OptionError: `new_scale` is not a valid scale.
         """
         if not self._enabled:
             return
@@ -289,7 +290,7 @@ class GradScaler(torch.amp.GradScaler):
         states = [*self._per_optimizer_states.values(), *self._unfinished]
         states = [state for state in states if state["found_inf_per_device"]]
         if not states:
-            raise ScalerStateError(
+            raise ScalerAssertionError(
                 "No inf checks were recorded prior to update: no optimizer was unscaled or stepped "
                 "since the last update()."
             )
@@ -336,13 +337,13 @@ class GradScaler(torch.amp.GradScaler):
         Numbers may be tensors with one element, as in some checkpoints.
 
         Raises:
-            ScalerStateDictError: An entry is missing. Nothing is loaded.
-            ScalerValueError: An entry has an invalid value. Nothing is loaded.
+            OptionError: An entry is missing or has an invalid value. Nothing is loaded.
+            ScalerAssertionError: A factor has an invalid value. Nothing is loaded.
             RuntimeError: The state dict is empty.
         """
         missing = [key for key in _STATE if key not in state_dict]
         if self._enabled and state_dict and missing:
-            raise ScalerStateDictError(f"entries are missing in the scaler's state dict: {missing}")
+            raise OptionError(f"entries are missing in the scaler's state dict: {missing}")
         numbers = {
             key: value.item() if isinstance(value, Tensor) else value
             for key, value in state_dict.items()
@@ -430,10 +431,10 @@ class GradScaler(torch.amp.GradScaler):
         is_skipped = optimizer_state["report"].skipped
         return None if is_skipped else optimizer.step(*args, **kwargs)
 
-    def _float16_error(self, optimizer: Any) -> Float16GradientError:
+    def _float16_error(self, optimizer: Any) -> OptionError:
         named = [(name, param.grad) for name, param in self._names.of(optimizer)]
         names = [name for name, grad in named if grad is not None and grad.dtype is torch.float16]
-        return Float16GradientError(
+        return OptionError(
             f"Attempting to unscale FP16 gradients of {listing(names)}. Use float32 parameters "
             "with torch.autocast, or construct the scaler with allow_fp16=True (unscaled float16 "
             "gradients may underflow to zero)."

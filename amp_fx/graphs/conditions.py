@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx.node import map_arg
 
-from amp_fx.errors import GraphInvariantError
 from amp_fx.graphs.bodies import is_rewritten
 from amp_fx.graphs.casts import CAPTURED_DTYPE, KERNEL_RESULT, inserted_cast
 from amp_fx.graphs.markers import MARKERS
@@ -58,13 +57,13 @@ def check_graph(gm: fx.GraphModule, pass_name: str) -> None:
     """Checks a graph after ``insert_casts`` or a later pass.
 
     Raises:
-        GraphInvariantError: The graph does not lint, the recorded value of a node is wrong, or an
+        AssertionError: The graph does not lint, the recorded value of a node is wrong, or an
             inserted cast is redundant: its source is another cast or already has the dtype.
     """
     try:
         gm.graph.lint()
     except Exception as error:
-        raise GraphInvariantError(f"after {pass_name}: the graph does not lint: {error}") from error
+        raise AssertionError(f"after {pass_name}: the graph does not lint: {error}") from error
     fake_mode = detect_fake_mode(gm.graph)
     fresh: dict[fx.Node, Any] = {}
     for node in gm.graph.nodes:
@@ -93,7 +92,7 @@ def _check_value(node: fx.Node, fresh: Any, pass_name: str) -> None:
     recorded = [(t.dtype, t.dim(), t.device) for t in tensors_in(value_of(node))]
     actual = [(t.dtype, t.dim(), t.device) for t in tensors_in(fresh)]
     if recorded != actual:
-        raise GraphInvariantError(
+        raise AssertionError(
             f"after {pass_name}: {node.format_node()} produces {actual}, "
             f"but its meta['val'] contains {recorded}"
         )
@@ -109,9 +108,9 @@ def _check_cast(node: fx.Node, pass_name: str) -> None:
         return
     source = node.all_input_nodes[0]
     if cast.dtype == cast.source_dtype:
-        raise GraphInvariantError(
+        raise AssertionError(
             f"after {pass_name}: {node} casts to {cast.dtype}, which is the dtype of {source}"
         )
     inner = inserted_cast(source)
     if inner is not None and inner.dtype == cast.source_dtype and inner.reason not in _FORCED:
-        raise GraphInvariantError(f"after {pass_name}: {node} casts {source}, which is a cast")
+        raise AssertionError(f"after {pass_name}: {node} casts {source}, which is a cast")

@@ -21,7 +21,7 @@ from torch import fx
 from torch.fx.experimental import proxy_tensor
 from torch.fx.node import map_aggregate, map_arg
 
-from amp_fx.errors import BannedOpError, PolicyError
+from amp_fx.errors import PolicyError, UnsupportedError
 from amp_fx.graphs.casts import cast_name, is_cast_call, mark_cast
 from amp_fx.graphs.metadata import CAPTURED, CAST, DECISIONS, provenance
 from amp_fx.graphs.opened_kernels import OPENED, flattened_product, is_flattened
@@ -162,7 +162,7 @@ class Decomposer:
 
         Raises:
             NotPlainError: The node cannot be traced.
-            BannedOpError: The node calls an op that autocast bans.
+            UnsupportedError: The node calls an op that autocast bans.
             PolicyError: A rule of the policy failed; the message names the node.
         """
         inputs = node.all_input_nodes
@@ -473,7 +473,7 @@ def trace_pre_dispatch(fn: Callable[..., Any], values: list[Any], table: _Policy
     try:
         with without_meta_errors():
             return tracer.trace(fn, *values).graph
-    except (NotPlainError, BannedOpError, PolicyError):
+    except (NotPlainError, UnsupportedError, PolicyError):
         raise
     except Exception as error:
         raise NotPlainError(f"{type(error).__name__}: {error}") from error

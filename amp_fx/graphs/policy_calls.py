@@ -23,7 +23,7 @@ from torch import fx
 from torch.fx.node import map_aggregate, map_arg
 
 from amp_fx.devices.float8 import warn_of_slowness
-from amp_fx.errors import BannedOpError
+from amp_fx.errors import UnsupportedError
 from amp_fx.graphs.decompose import Decomposed, Decomposer, NotPlainError, Site, call_key
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.values import analysis, evaluate, tensors_in
@@ -252,7 +252,7 @@ def _decompose_call(
         custom = _decompose(node, site, Decomposer(policy, fake_mode, CompileFrame(stack)))
         try:
             native = _decompose(node, site, Decomposer(default, fake_mode))
-        except BannedOpError:
+        except UnsupportedError:
             native = None
         result_type = _result_type(node, custom, site, fake_mode)
     if custom is None or (native is not None and _effect(custom) == _effect(native)):

@@ -12,7 +12,7 @@ import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.eager.region import autocast
-from amp_fx.errors import AccuracyError, OptionError
+from amp_fx.errors import OptionError, UnsupportedError
 from amp_fx.explanation.running import leaf_tensors
 from amp_fx.front.settings import policy_for, unwrap
 from amp_fx.numerics.report import AccuracyReport
@@ -73,9 +73,9 @@ def accuracy(
     Raises:
         OptionError: An option has an invalid value.
         PolicyError: The policy is invalid.
-        CompileTargetError: The step is neither a module nor a function.
-        AccuracyError: When called: tensors are fake or on ``meta``, the model is in float64 or in
-            a low dtype, no op takes a floating-point tensor, or no output can be differentiated.
+        ArgumentTypeError: The step is neither a module nor a function.
+        UnsupportedError: When called: tensors are fake or on ``meta``, the model is in float64 or
+            in a low dtype, no op takes a floating-point tensor, or no output can be differentiated.
     """
     others = {
         "reference": _reference(reference),
@@ -177,7 +177,7 @@ def examine(
     with working(f"examining {name_of(step)} in {dtype_name(dtype)}"):
         measured = run_step(caller_of(step), args, kwargs, asked, dtype, region)
     if asked.modules is not None and not measured["nodes"]:
-        raise AccuracyError(
+        raise UnsupportedError(
             f"modules={asked.modules!r} matches no module in which an op runs in low precision"
         )
     return AccuracyReport(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.errors import AccuracyError
+from amp_fx.errors import UnsupportedError
 from amp_fx.explanation.running import leaf_tensors
 from amp_fx.numerics.float8_products import Float8ShadowMode
 from amp_fx.numerics.measures import effect_of, relative
@@ -257,7 +257,7 @@ def loss_of(outputs: Any, given: Callable[[Any], Any] | None) -> torch.Tensor | 
         if isinstance(found, torch.Tensor) and found.numel() == 1 and found.is_floating_point():
             return found.reshape(())
         what = f"sizes {tuple(found.shape)}" if isinstance(found, torch.Tensor) else repr(found)
-        raise AccuracyError(f"loss=... returns {what}, not a floating-point scalar")
+        raise UnsupportedError(f"loss=... returns {what}, not a floating-point scalar")
     tensors = leaf_tensors(outputs)
     is_loss = bool(tensors) and tensors[0].dim() == 0 and tensors[0].is_floating_point()
     return tensors[0] if is_loss else None
@@ -275,7 +275,7 @@ def _shadow_run(
         loss = loss_of(outputs, asked.loss)
     floats = [t for t in leaf_tensors(outputs) if t.is_floating_point() and is_tracked(t)]
     if loss is None and not floats:
-        raise AccuracyError(
+        raise UnsupportedError(
             "the step returns neither a loss nor any floating-point tensor; give loss=, a function "
             "that makes a scalar of what the step returns"
         )
@@ -284,7 +284,7 @@ def _shadow_run(
     if loss is not None:
         plain = unwrapped(loss.detach())
         if not is_tracked(plain):
-            raise AccuracyError(
+            raise UnsupportedError(
                 f"the loss is a {type(loss).__name__} of several tensors; give loss=, a function "
                 "that makes a plain tensor of what the step returns"
             )

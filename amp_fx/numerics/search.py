@@ -18,7 +18,7 @@ import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.eager.region import autocast
-from amp_fx.errors import AmpFxError, SearchError
+from amp_fx.errors import AmpFxError, UnsupportedError
 from amp_fx.explanation.running import isolated
 from amp_fx.explanation.table import without_numbers
 from amp_fx.front.compile import compile as compile_step
@@ -218,9 +218,9 @@ def search(
 
     Raises:
         OptionError: An option has an invalid value.
-        SearchError: When called: the metric raises or returns no number, no set meets the
+        UnsupportedError: When called: the metric raises or returns no number, no set meets the
             tolerance, or the step differs from run to run by more than the tolerance.
-        AccuracyError: When called: see ``amp_fx.accuracy``.
+        UnsupportedError: When called: see ``amp_fx.accuracy``.
     """
     target, asked = asked_for(step, "amp_fx.search", dtype, policy, scale=scale_for(scale))
     check_number("tolerance", tolerance, "a number of at least 0")
@@ -366,19 +366,19 @@ class _Search:
         values = self.reference[1]
         difference = _default_metric(self._run(None)[1], values)
         if difference == math.inf and not all(t.isfinite().all() for t in values.values()):
-            raise SearchError("the step itself gives infinite numbers or NaN in float32")
+            raise UnsupportedError("the step itself gives infinite numbers or NaN in float32")
         words = f"the step differs from run to run, by {difference:.3g} in float32"
         if difference > self.tolerance:
-            raise SearchError(
+            raise UnsupportedError(
                 f"{words}, which is more than the tolerance {self.tolerance:g}: seed random "
                 "numbers in the step"
             )
         self.notes += [words] if difference else []
 
-    def _out_of_reach(self, is_spent: bool) -> SearchError:
+    def _out_of_reach(self, is_spent: bool) -> UnsupportedError:
         best = min(self.history, key=lambda e: e.value)
         if is_spent:
-            return SearchError(
+            return UnsupportedError(
                 f"no sufficient set of ops was found in {len(self.history)} runs; the best value "
                 f"is {best.value:.3g}, with {len(best.units)} in {self.runs_in}: give a larger "
                 "budget"
@@ -386,7 +386,7 @@ class _Search:
         kept = f" outside of {', '.join(self.keep)}" if self.keep else ""
         is_float8 = self.treatment == LOW
         what = "every float8 product" if is_float8 else "everything that a policy reaches"
-        return SearchError(
+        return UnsupportedError(
             f"the tolerance {self.tolerance:g} is out of reach: with {what}{kept} in "
             f"{self.runs_in} it is {self.history[-1].value:.3g}, the best was {best.value:.3g}"
             + ("; search without float8 first, and start from the policy found" * is_float8)
@@ -398,11 +398,11 @@ class _Search:
         try:
             value: Any = self.metric(run[0], self.reference[0])
         except Exception as error:
-            raise SearchError(f"the metric raised {type(error).__name__}: {error}") from error
+            raise UnsupportedError(f"the metric raised {type(error).__name__}: {error}") from error
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             value = value.item()
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise SearchError(f"the metric returned {value!r}, which is not a number")
+            raise UnsupportedError(f"the metric returned {value!r}, which is not a number")
         return math.inf if math.isnan(value) else float(value)
 
     def _run(self, policy: Policy | None, call: Callable[..., Any] | None = None) -> Run:

@@ -16,7 +16,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import AccuracyError
+from amp_fx.errors import UnsupportedError
 from amp_fx.explanation.running import leaf_tensors
 from amp_fx.numerics.shadow import below_everything, is_wrapped
 from amp_fx.numerics.storages import Marks, address_of
@@ -74,14 +74,14 @@ class StateGuard:
         """Raises an error if the program has no float32 tensor."""
         found = self._parameter_dtypes or self._dtypes
         if not found:
-            raise AccuracyError(
+            raise UnsupportedError(
                 "no op of the program takes a floating-point tensor: nothing can lose accuracy"
             )
         if torch.float32 in found:
             return
         names = " and ".join(sorted(dtype_name(dtype) for dtype in found))
         what = "model" if self._parameter_dtypes else "program"
-        raise AccuracyError(
+        raise UnsupportedError(
             f"the {what} is in {names}: amp_fx can only examine what autocast does to "
             f"float32 {what}s" + ("; call .float() on it" if self._parameter_dtypes else "")
         )
@@ -276,7 +276,7 @@ def check_has_data(tensor: torch.Tensor) -> None:
     """Raises an error for a tensor without data: fake, or on ``meta``."""
     if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
         kind = "fake" if isinstance(tensor, FakeTensor) else "on the meta device"
-        raise AccuracyError(
+        raise UnsupportedError(
             f"the program is run, and a tensor of sizes {tuple(tensor.shape)} is {kind}: it has "
             "no numbers; amp_fx.explain works without any"
         )

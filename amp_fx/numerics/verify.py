@@ -89,7 +89,7 @@ def verify(
         A function that takes the step's arguments and returns a ``VerifyReport``.
 
     Raises:
-        CompileTargetError: The step is neither a module nor a function.
+        ArgumentTypeError: The step is neither a module nor a function.
         OptionError: An option is unknown or has an invalid value.
     """
     target, asked = asked_for(step, "amp_fx.verify", dtype, policy)

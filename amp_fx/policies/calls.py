@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.errors import BannedOpError
+from amp_fx.errors import UnsupportedError
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.products import PRODUCT_POLICIES
 from amp_fx.torch_private import pytree
@@ -109,14 +109,14 @@ def apply_policy(
         The call with its casts, or ``call`` itself if nothing changes.
 
     Raises:
-        BannedOpError: The policy is ``BANNED``.
+        UnsupportedError: The policy is ``BANNED``.
     """
     if policy is CastPolicy.KEEP:
         return call
     if policy is CastPolicy.DEMOTE and not _is_demoted(call, device_type, low_dtype):
         return call
     if policy is CastPolicy.BANNED:
-        raise BannedOpError(banned_message(call[0]))
+        raise UnsupportedError(banned_message(call[0]))
     if policy is CastPolicy.FP32_SET_OPT_DTYPE:
         return _set_opt_dtype(call, device_type)
     if policy is CastPolicy.FP32_APPEND_DTYPE:

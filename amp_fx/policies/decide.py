@@ -66,7 +66,7 @@ class Decision:
             ``restore_results``.
 
         Raises:
-            BannedOpError: The op is banned.
+            UnsupportedError: The op is banned.
         """
         dtype = None
         if self.policy in _RESTORING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from amp_fx.errors import TorchVersionWarning
+from amp_fx.errors import PolicyWarning
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.float8 import FLOAT8_PRESETS, float8_table
 from amp_fx.tables.ipex import IPEX_CPU
@@ -63,7 +63,7 @@ def warn_unknown_torch(version: Version | None = None) -> None:
     warnings.warn(
         "amp_fx was tested with torch {}.{} to {}.{}, but this is torch {}.{}. It uses the op "
         "lists of torch {}.{}".format(*VERSIONS[0], *VERSIONS[-1], *version, *nearest(version)),
-        TorchVersionWarning,
+        PolicyWarning,
         stacklevel=3,
     )
 

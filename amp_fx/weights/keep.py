@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.errors import KeepError
+from amp_fx.errors import OptionError
 from amp_fx.policies.calls import bind, written_arguments
 from amp_fx.torch_private.autograd import temporarily_clear_interpreter_stack
 from amp_fx.torch_private.modes import TorchDispatchMode, no_dispatch_modes
@@ -101,7 +101,7 @@ class Keep:
             The result of ``fn``: a tensor or a tuple of tensors, without gradients.
 
         Raises:
-            KeepError: A weight was freed, or the result of ``fn`` cannot be cached.
+            OptionError: A weight was freed, or the result of ``fn`` cannot be cached.
         """
         return self.value
 
@@ -109,7 +109,7 @@ class Keep:
 
     def _get(self) -> Value:
         if torch.compiler.is_exporting():
-            raise KeepError(
+            raise OptionError(
                 f"torch.export would turn the value of {self._spec.name} into a constant of the "
                 "program, which would not follow updates of the weights: call the function itself "
                 "in code that is exported"
@@ -161,7 +161,7 @@ class Keep:
     def _weights(self) -> Weights:
         alive = tuple(ref() for ref in self._refs)
         if any(weight is None for weight in alive):
-            raise KeepError(
+            raise OptionError(
                 f"a weight of {self._spec.name} was freed, because amp_fx.keep refers to weights "
                 "weakly: pass the parameter, not its .data or .detach(), and hold a reference to "
                 "its module. If the parameter was replaced, for example by "
@@ -247,7 +247,7 @@ def keep(fn: Callable[..., Value], *weights: torch.Tensor, verify: str = "sample
         A callable that returns the value. Its first call runs ``fn``.
 
     Raises:
-        KeepError: No weight was passed, or a weight is not a strided tensor with data. Raised by
+        OptionError: No weight was passed, or a weight is not a strided tensor with data. Raised by
             the first call if ``fn`` returns anything but tensors, a tensor that requires a
             gradient, or a view of a weight; if it writes to a weight; if it reads a tensor that is
             not among the weights; or if it draws random numbers without a generator of its own.
@@ -256,7 +256,7 @@ def keep(fn: Callable[..., Value], *weights: torch.Tensor, verify: str = "sample
     if verify not in ("sample", "full", "off"):
         raise ValueError(f"verify must be 'sample', 'full' or 'off', got {verify!r}")
     if not weights:
-        raise KeepError("amp_fx.keep needs at least one weight: pass it after the function")
+        raise OptionError("amp_fx.keep needs at least one weight: pass it after the function")
     for weight in weights:
         _check_weight(weight)
     return Keep(fn, weights, verify=verify)
@@ -264,14 +264,14 @@ def keep(fn: Callable[..., Value], *weights: torch.Tensor, verify: str = "sample
 
 def _check_weight(weight: Any) -> None:
     if not isinstance(weight, torch.Tensor):
-        raise KeepError(f"weights must be tensors, got {type(weight).__name__}")
+        raise OptionError(f"weights must be tensors, got {type(weight).__name__}")
     if weight.layout is not torch.strided or weight.is_quantized:
-        raise KeepError(
+        raise OptionError(
             f"a weight with layout {weight.layout} and dtype {weight.dtype} cannot be watched: "
             "pass the dense tensor that it was computed from"
         )
     if weight.is_meta:
-        raise KeepError("a weight on the meta device has no data: materialize the module first")
+        raise OptionError("a weight on the meta device has no data: materialize the module first")
 
 
 def _why_remade(weights: Weights) -> str:
@@ -334,15 +334,17 @@ class _Computed:
         outputs = value if isinstance(value, tuple) else (value,)
         if not outputs or not all(isinstance(output, torch.Tensor) for output in outputs):
             kinds = ", ".join(type(output).__name__ for output in outputs) or "nothing"
-            raise KeepError(f"{self.name} must return a tensor or a tuple of tensors, got {kinds}")
+            raise OptionError(
+                f"{self.name} must return a tensor or a tuple of tensors, got {kinds}"
+            )
         weight_memory = {_identity(weight) for weight in weights}
         for output in outputs:
             if output.requires_grad:
-                raise KeepError(
+                raise OptionError(
                     f"{self.name} returns a tensor that requires a gradient: detach it first"
                 )
             if _identity(output) in weight_memory and output.numel():
-                raise KeepError(
+                raise OptionError(
                     f"{self.name} returns a view of a weight, which needs no cache: clone it, "
                     "or use the weight itself"
                 )
@@ -364,21 +366,21 @@ class _Checking(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not isinstance(value, torch.Tensor):
                 continue
             if _identity(value) not in self._allowed and not is_literal:
-                raise KeepError(
+                raise OptionError(
                     f"{self._name} reads a tensor of shape {tuple(value.shape)} that is not among "
                     "the weights: pass it to amp_fx.keep as a weight, so that its writes are "
                     "detected"
                 )
         arguments = bind(func, args, kwargs or {})
         if torch.Tag.nondeterministic_seeded in func.tags and arguments.get("generator") is None:
-            raise KeepError(
+            raise OptionError(
                 f"{self._name} draws random numbers, so its value would change with each write to "
                 "a weight: draw them before and pass them to amp_fx.keep as a weight, or draw them "
                 "with a generator that the function creates and seeds"
             )
         for value in tree_leaves([arguments.get(name) for name in written_arguments(func)]):
             if isinstance(value, torch.Tensor) and _identity(value) in self._weights:
-                raise KeepError(f"{self._name} writes to a weight: clone it first")
+                raise OptionError(f"{self._name} writes to a weight: clone it first")
         result = func(*args, **(kwargs or {}))
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
@@ -390,7 +392,7 @@ class _Checking(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Raises if the function returned a tensor that it did not compute, such as a global."""
         for output in value if isinstance(value, tuple) else (value,):
             if _identity(output) not in self._allowed:
-                raise KeepError(
+                raise OptionError(
                     f"{self._name} returns a tensor of shape {tuple(output.shape)} that it did not "
                     "compute from the weights: pass it to amp_fx.keep as a weight, or omit it"
                 )

@@ -12,7 +12,7 @@ import torch
 
 from amp_fx.commands.cli import main
 from amp_fx.commands.explain import load, make_optimizer, parse_input
-from amp_fx.errors import ExplainError, OptionError
+from amp_fx.errors import OptionError, UnsupportedError
 from tests import needs
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def with_inputs() -> tuple[torch.nn.Module, torch.Tensor]:
     ],
 )
 def test_targets_that_are_none(target: str, message: str) -> None:
-    with pytest.raises(ExplainError, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         load(target)
 
 

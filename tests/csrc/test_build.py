@@ -16,7 +16,7 @@ import torch
 from amp_fx import csrc
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.csrc import build
-from amp_fx.errors import NativeBuildError
+from amp_fx.errors import UnsupportedError
 from tests.csrc.parts import write_part
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def test_a_folder_that_cannot_be_written(
 
 def test_what_fails_says_what_the_compiler_said(source: Path, folder: Path) -> None:
     source.write_text("no C++ at all")
-    with pytest.raises(NativeBuildError, match=r"(?s)amp_fx_tiny\.cpp.*error"):
+    with pytest.raises(UnsupportedError, match=r"(?s)amp_fx_tiny\.cpp.*error"):
         csrc.imported(NAME, source)
     assert build.find(NAME, source) is None
     assert [path.suffix for path in (folder / build.key(source)).iterdir()] == [".lock"]
@@ -176,7 +176,7 @@ def test_without_a_compiler(source: Path, folder: Path, monkeypatch: pytest.Monk
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr("amp_fx.torch_private.inductor_build.CppTorchOptions", no_compiler)
-    with pytest.raises(NativeBuildError, match="no compiler"):
+    with pytest.raises(UnsupportedError, match="no compiler"):
         build.start(NAME, source)
     assert not [*(folder / build.key(source)).iterdir()]
     monkeypatch.setattr(csrc, "SOURCE", source)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import amp_fx
-from amp_fx.errors import ShardingError, ShardingWarning
+from amp_fx.errors import PolicyWarning, UnsupportedError
 from tests.distributed.fsdp_cases import CAN_TELL_APART
 from tests.distributed.nets import NUM_CASTS, Net
 from tests.distributed.spawn import run_ranks
@@ -54,10 +54,10 @@ def test_weights_that_norms_read_stay_as_they_are() -> None:
 @needs_overrides
 def test_what_is_no_use_is_said() -> None:
     model = nn.Linear(4, 4)
-    with pytest.warns(ShardingWarning, match="no weight of Linear"):
+    with pytest.warns(PolicyWarning, match="no weight of Linear"):
         policy = amp_fx.fsdp_policy(model, {})
     assert policy.param_dtype is None
-    with pytest.raises(ShardingError, match=r"no weight 'other\.weight'"):
+    with pytest.raises(UnsupportedError, match=r"no weight 'other\.weight'"):
         amp_fx.fsdp_policy(model, {"other.weight": torch.bfloat16})
     with pytest.raises(TypeError, match="omit the argument"):
         amp_fx.fsdp_policy(model, {}, param_dtype=torch.bfloat16)
@@ -65,7 +65,7 @@ def test_what_is_no_use_is_said() -> None:
 
 @pytest.mark.skipif(CAN_TELL_APART, reason="this torch can tell parameters apart")
 def test_older_versions_are_refused_by_name() -> None:
-    with pytest.raises(ShardingError, match=r"needs torch 2\.15"):
+    with pytest.raises(UnsupportedError, match=r"needs torch 2\.15"):
         amp_fx.fsdp_policy(nn.Linear(4, 4), {})
 
 

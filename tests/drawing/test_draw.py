@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import amp_fx
-from amp_fx.errors import DrawError
+from amp_fx.errors import OptionError
 from tests import needs
 from tests.models.explained import CASES, gpt
 
@@ -271,7 +271,7 @@ def test_pictures_of_dots_are_as_fine_as_asked(
     amp_fx.draw(explained["mlp"], tmp_path / "default.png")
     assert width_of(tmp_path / "192.png") == pytest.approx(2 * width_of(tmp_path / "96.png"), abs=2)
     assert width_of(tmp_path / "default.png") == width_of(tmp_path / "192.png")
-    with pytest.raises(DrawError, match="dpi=0"):
+    with pytest.raises(OptionError, match="dpi=0"):
         amp_fx.draw(explained["mlp"], tmp_path / "none.png", dpi=0)
 
 
@@ -322,7 +322,7 @@ def test_without_dot_the_source_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, explained: dict[str, Explanation]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(DrawError, match=r"apt-get install graphviz.*graph\.dot"):
+    with pytest.raises(OptionError, match=r"apt-get install graphviz.*graph\.dot"):
         amp_fx.draw(explained["mlp"], tmp_path / "graph.html")
     assert (tmp_path / "graph.dot").read_text().startswith("digraph")
     bundle = amp_fx.draw(explained["mlp"])._repr_mimebundle_()
@@ -332,18 +332,18 @@ def test_without_dot_the_source_is_written(
 def test_bad_input(tmp_path: Path, explained: dict[str, Explanation]) -> None:
     explanation = explained["gpt"]
     with pytest.raises(
-        DrawError, match=r"'\.jpg' is not one of \.svg, \.pdf, \.png, \.dot, \.html"
+        OptionError, match=r"'\.jpg' is not one of \.svg, \.pdf, \.png, \.dot, \.html"
     ):
         amp_fx.draw(explanation, tmp_path / "graph.jpg")
-    with pytest.raises(DrawError, match="does not exist"):
+    with pytest.raises(OptionError, match="does not exist"):
         amp_fx.draw(explanation, tmp_path / "nowhere" / "graph.dot")
-    with pytest.raises(DrawError, match=r"similar names: blocks\.0\.attention_norm"):
+    with pytest.raises(OptionError, match=r"similar names: blocks\.0\.attention_norm"):
         amp_fx.draw(explanation, focus="blocks.0.atention_norm")
-    with pytest.raises(DrawError, match="modules: blocks, norm, token"):
+    with pytest.raises(OptionError, match="modules: blocks, norm, token"):
         amp_fx.draw(explanation, focus="zzz")
-    with pytest.raises(DrawError, match="'op', 'module'"):
+    with pytest.raises(OptionError, match="'op', 'module'"):
         amp_fx.draw(explanation, level="layer")
-    with pytest.raises(DrawError, match=r"amp_fx\.explain\(model\)"):
+    with pytest.raises(OptionError, match=r"amp_fx\.explain\(model\)"):
         amp_fx.draw(nn.Linear(4, 4))  # type: ignore[arg-type]
 
 
@@ -356,5 +356,5 @@ def test_a_folder_that_cannot_be_written_to(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("pathlib.Path.write_bytes", refuse)
-    with pytest.raises(DrawError, match=r"cannot write .*graph\.dot.*Permission denied"):
+    with pytest.raises(OptionError, match=r"cannot write .*graph\.dot.*Permission denied"):
         amp_fx.draw(explained["mlp"], tmp_path / "graph.dot")

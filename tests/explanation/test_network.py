@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import amp_fx
-from amp_fx.errors import ExplainError
+from amp_fx.errors import UnsupportedError
 from amp_fx.explanation.network import cast_chains, dtype_islands, longest_low_path
 from tests.models.explained import mlp
 
@@ -38,7 +38,7 @@ def test_several_graphs_are_kept_apart() -> None:
     assert {name.partition(".")[0] for name in both} == {"0", "1"}
     assert nx.number_weakly_connected_components(both) == 2
     assert len(second) == len(both) - len(explanation.forward[0].nodes)
-    with pytest.raises(ExplainError, match="graphs 0 to 1"):
+    with pytest.raises(UnsupportedError, match="graphs 0 to 1"):
         amp_fx.to_networkx(explanation, graph=2)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import amp_fx
-from amp_fx.errors import CompileTargetError
+from amp_fx.errors import ArgumentTypeError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -133,5 +133,5 @@ def test_programs_that_write() -> None:
 
 
 def test_what_is_no_program() -> None:
-    with pytest.raises(CompileTargetError, match=r"create one with amp_fx\.export\(model, args\)"):
+    with pytest.raises(ArgumentTypeError, match=r"create one with amp_fx\.export\(model, args\)"):
         amp_fx.for_onnx(nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import amp_fx
-from amp_fx.errors import CompileTargetError, OptionError
+from amp_fx.errors import ArgumentTypeError, OptionError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -148,5 +148,5 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         amp_fx.package(program, tmp_path / "model.so")
     with pytest.raises(OptionError, match="in an existing folder"):
         amp_fx.package(program, tmp_path / "nowhere" / "model.pt2")
-    with pytest.raises(CompileTargetError, match=r"create one with amp_fx\.export\(model, args\)"):
+    with pytest.raises(ArgumentTypeError, match=r"create one with amp_fx\.export\(model, args\)"):
         amp_fx.package(nn.Linear(4, 4), tmp_path / "model.pt2")  # type: ignore[arg-type]

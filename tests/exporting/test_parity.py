@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import ExportError
+from amp_fx.errors import UnsupportedError
 from tests.exporting.oracle import NotExportableError, check
 from tests.parity import oracle
 from tests.parity.families import CASES
@@ -57,7 +57,7 @@ def verify(name: str, way: Way, dtype: torch.dtype) -> None:
         found = check(build, way, dtype, is_saved=is_saved)
     except NotExportableError as error:
         pytest.skip(f"torch.export cannot take it: {str(error).splitlines()[0]}")
-    except ExportError:
+    except UnsupportedError:
         assert name in TRANSFORMS
         return
     assert found is None, found

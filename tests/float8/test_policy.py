@@ -10,7 +10,7 @@ from torch import nn
 
 import amp_fx
 from amp_fx import Policy
-from amp_fx.errors import ExportError, PolicyError
+from amp_fx.errors import PolicyError, UnsupportedError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:float8 products on the CPU:amp_fx.errors.DtypeWarning")
@@ -271,7 +271,9 @@ def test_a_batch_of_weights_stays_low() -> None:
 
 
 def test_export_is_refused() -> None:
-    with pytest.raises(ExportError, match="float8, which is not supported in exported programs"):
+    with pytest.raises(
+        UnsupportedError, match="float8, which is not supported in exported programs"
+    ):
         amp_fx.export(three(), (torch.randn(16, 16),), policy=PRESET)
 
 

@@ -19,14 +19,7 @@ from torch._logging._internal import set_logs
 
 import amp_fx
 from amp_fx import CastPolicy, preset
-from amp_fx.errors import (
-    AmpFxError,
-    ArgumentTypeError,
-    CompileTargetError,
-    OptionError,
-    PolicyError,
-    RegionError,
-)
+from amp_fx.errors import AmpFxError, ArgumentTypeError, OptionError, PolicyError, RegionError
 from amp_fx.regions.state import AutocastState
 from tests.other_thread import compiling_elsewhere
 
@@ -306,7 +299,7 @@ class NoModule:
 
 @pytest.mark.parametrize("target", [3, "model", NoModule(), [nn.Linear(1, 1)], nn.Linear])
 def test_neither_module_nor_function(target: Any) -> None:
-    with pytest.raises(CompileTargetError, match="Module or a function, got"):
+    with pytest.raises(ArgumentTypeError, match="Module or a function, got"):
         amp_fx.compile(target)
 
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import amp_fx
-from amp_fx.errors import AccuracyError, CompileTargetError, OptionError
+from amp_fx.errors import ArgumentTypeError, OptionError, UnsupportedError
 from amp_fx.numerics.report import AccuracyReport
 from tests.numerics.faults import Bare, TinyGPT, TinyResNet
 from tests.parity.cases import CASES
@@ -320,7 +320,7 @@ def test_only_some_modules() -> None:
     assert {n.module.split(".")[1] for n in report.nodes} == {"1"}
     whole = amp_fx.accuracy(net)(*inputs)
     assert report.reference_loss == whole.reference_loss
-    with pytest.raises(AccuracyError, match="matches no module"):
+    with pytest.raises(UnsupportedError, match="matches no module"):
         amp_fx.accuracy(net, modules="layers.*")(*inputs)
 
 
@@ -409,7 +409,7 @@ def meta_net() -> nn.Module:
     ],
 )
 def test_what_cannot_be_run_is_refused(step: Any, args: Any, message: str) -> None:
-    with pytest.raises(AccuracyError, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         amp_fx.accuracy(step)(*args)
 
 
@@ -420,7 +420,7 @@ def test_what_cannot_be_run_is_refused(step: Any, args: Any, message: str) -> No
         ({"reference": "float16"}, OptionError, "neither 'float32' nor 'float64'"),
         ({"scale": 0}, OptionError, "not a positive number"),
         ({"modules": 3}, OptionError, "give patterns"),
-        ({"loss": lambda out: out}, AccuracyError, "not a floating-point scalar"),
+        ({"loss": lambda out: out}, UnsupportedError, "not a floating-point scalar"),
         ({"policy": "torhc"}, amp_fx.errors.PolicyError, "did you mean 'torch'"),
     ],
 )
@@ -430,9 +430,7 @@ def test_options_are_checked(options: Any, error: type[Exception], message: str)
 
 
 def test_only_modules_and_functions() -> None:
-    with pytest.raises(
-        CompileTargetError, match=r"amp_fx\.accuracy expects a module or a function"
-    ):
+    with pytest.raises(ArgumentTypeError, match=r"amp_fx\.accuracy expects a module or a function"):
         amp_fx.accuracy(nn.Linear)
 
 

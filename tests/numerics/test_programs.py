@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import amp_fx
-from amp_fx.errors import AccuracyError
+from amp_fx.errors import UnsupportedError
 from tests.numerics.faults import Bare
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ def test_a_gradient_that_is_sparse() -> None:
 
 
 def test_a_meta_tensor_among_arguments_is_refused_and_a_dummy_is_not() -> None:
-    with pytest.raises(AccuracyError, match="on the meta device"):
+    with pytest.raises(UnsupportedError, match="on the meta device"):
         amp_fx.accuracy(lambda x: x @ torch.empty(4, 4, device="meta"))(torch.randn(4, 4))
 
 

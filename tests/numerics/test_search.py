@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
-from amp_fx.errors import OptionError, SearchError
+from amp_fx.errors import OptionError, UnsupportedError
 from tests.numerics.faults import WIDTH, Bare, Broken, Layer, Loss, Rms, Scores, TinyGPT
 
 if TYPE_CHECKING:
@@ -154,7 +154,9 @@ def test_modules_that_must_stay_low() -> None:
     torch.manual_seed(0)
     net = Bare(Scores())
     search = amp_fx.search(net, **F16, keep="bad")
-    with pytest.raises(SearchError, match="out of reach: with everything that a policy reaches"):
+    with pytest.raises(
+        UnsupportedError, match="out of reach: with everything that a policy reaches"
+    ):
         search(*Bare.inputs())
 
 
@@ -178,14 +180,14 @@ def raising(*_: Any) -> float:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"metric": raising}, SearchError, "the metric raised KeyError: 'oops'"),
-        ({"metric": lambda *_: "good"}, SearchError, "returned 'good', which is not a number"),
-        ({"tolerance": 0.0}, SearchError, r"out of reach: .* it is \d.*, the best was"),
+        ({"metric": raising}, UnsupportedError, "the metric raised KeyError: 'oops'"),
+        ({"metric": lambda *_: "good"}, UnsupportedError, "returned 'good', which is not a number"),
+        ({"tolerance": 0.0}, UnsupportedError, r"out of reach: .* it is \d.*, the best was"),
         ({"tolerance": -1}, OptionError, "tolerance=-1 is not a number of at least 0"),
         ({"budget": 0}, OptionError, "budget=0 is not a number of runs"),
         ({"compiler": "gcc"}, OptionError, "'gcc' is not one of"),
         ({"keep": 3}, OptionError, "give patterns"),
-        ({"budget": 1, "tolerance": 1e-9}, SearchError, "give a larger budget"),
+        ({"budget": 1, "tolerance": 1e-9}, UnsupportedError, "give a larger budget"),
     ],
 )
 def test_what_cannot_be(options: Any, error: type[Exception], message: str) -> None:
@@ -206,12 +208,12 @@ def test_a_step_that_differs_from_run_to_run() -> None:
     def step(x: Tensor) -> Tensor:
         return (x @ torch.randn(8, 8, generator=generator)).square().mean()
 
-    with pytest.raises(SearchError, match="differs from run to run, by"):
+    with pytest.raises(UnsupportedError, match="differs from run to run, by"):
         amp_fx.search(step, tolerance=1e-3, compiler=None)(torch.randn(4, 8))
 
 
 def test_a_step_that_is_not_finite() -> None:
-    with pytest.raises(SearchError, match="itself gives infinite numbers or NaN in float32"):
+    with pytest.raises(UnsupportedError, match="itself gives infinite numbers or NaN in float32"):
         amp_fx.search(nn.Linear(8, 8), tolerance=1e-2, compiler=None)(torch.full((4, 8), math.nan))
 
 

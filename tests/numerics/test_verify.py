@@ -20,7 +20,7 @@ from amp_fx.backend.aot_eager import compile_with_aot_eager
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.commands.cli import main
 from amp_fx.devices import wide_products
-from amp_fx.errors import CompileTargetError, OptionError
+from amp_fx.errors import ArgumentTypeError, OptionError
 from amp_fx.graphs.values import set_value, value_of
 from amp_fx.numerics.equality import compare
 from amp_fx.passes.base import PassResult
@@ -502,7 +502,7 @@ def test_distances_are_counted_in_units_of_the_last_place(
 
 
 def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(CompileTargetError, match="expects a module or a function"):
+    with pytest.raises(ArgumentTypeError, match="expects a module or a function"):
         amp_fx.verify(nn.Linear)
     with pytest.raises(OptionError, match="not an optimizer"):
         amp_fx.verify(net(), optimizer=3)  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp_fx.errors import ExportError
+from amp_fx.errors import UnsupportedError
 from amp_fx.passes.refuse_islands import RefuseIslands
 from tests.exporting.graphs import exported, with_casts
 from tests.programs import graph_text
@@ -24,7 +24,7 @@ class Solves(nn.Module):
 def test_the_node_its_place_and_the_reason_are_named() -> None:
     gm = with_casts(exported(Solves(), torch.randn(4, 4)))
     message = r"%\w*pinv.*\(the kernel of aten::linalg_pinv.*test_refuse_islands\.py:\d+"
-    with pytest.raises(ExportError, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         RefuseIslands().call(gm)
 
 

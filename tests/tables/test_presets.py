@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amp_fx.errors import TorchVersionWarning
+from amp_fx.errors import PolicyWarning
 from amp_fx.policies.policy import preset
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.ipex import IPEX_CPU
@@ -56,7 +56,7 @@ with warnings.catch_warnings(record=True) as caught:
     import amp_fx
     amp_fx.Policy.default()
     amp_fx.Policy.default()
-print([str(each.message) for each in caught if each.category.__name__ == "TorchVersionWarning"])
+print([str(each.message) for each in caught if each.category.__name__ == "PolicyWarning"])
 """
 
 
@@ -71,13 +71,9 @@ def test_a_torch_without_a_file_takes_the_nearest_older_one_and_warns() -> None:
     warn_unknown_torch(VERSIONS[-1])
     assert nearest((3, 0)) == VERSIONS[-1]
     assert nearest((2, 11)) == VERSIONS[0]
-    with pytest.warns(
-        TorchVersionWarning, match=r"this is torch 3\.0\. It uses the op lists of torch 2"
-    ):
+    with pytest.warns(PolicyWarning, match=r"this is torch 3\.0\. It uses the op lists of torch 2"):
         warn_unknown_torch((3, 0))
-    with pytest.warns(
-        TorchVersionWarning, match=r"tested with torch 2\.13 to .* this is torch 2\.11"
-    ):
+    with pytest.warns(PolicyWarning, match=r"tested with torch 2\.13 to .* this is torch 2\.11"):
         warn_unknown_torch((2, 11))
 
 

@@ -26,7 +26,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import amp_fx
 from amp_fx import weight_cache
-from amp_fx.errors import KeepError, StaleWeightError
+from amp_fx.errors import OptionError, StaleWeightError
 from amp_fx.weights.engine import engine
 from amp_fx.weights.store import STORE
 from tests.weights import writes
@@ -360,13 +360,13 @@ def test_a_weight_that_is_gone_is_named_and_its_value_freed() -> None:
     uses: list[Callable[[], Any]] = [kept, kept.is_fresh, kept.invalidate]
     uses += [lambda: kept.bytes, lambda: kept.why_remade]
     for use in uses:
-        with pytest.raises(KeepError, match=r"a weight of doubled was freed"):
+        with pytest.raises(OptionError, match=r"a weight of doubled was freed"):
             use()
 
 
 def test_a_tensor_that_only_the_call_held_is_gone() -> None:
     w = weight()
-    with pytest.raises(KeepError, match=r"not its \.data"):
+    with pytest.raises(OptionError, match=r"not its \.data"):
         amp_fx.keep(doubled, w.data)()
 
 
@@ -488,7 +488,7 @@ def test_a_function_that_does_what_cannot_be_kept_is_refused(case: str) -> None:
     before = w.detach().clone()
     kept = amp_fx.keep(fn, w)
     for _ in range(2):
-        with pytest.raises(KeepError, match=message):
+        with pytest.raises(OptionError, match=message):
             kept()
         assert_same(w.detach(), before)
         assert (w.shape, kept.bytes, kept.is_fresh()) == (before.shape, 0, False)
@@ -506,7 +506,7 @@ def test_a_view_that_is_returned_only_later_is_refused() -> None:
     kept = amp_fx.keep(answer, w)
     kept()
     w.data.add_(1)
-    with pytest.raises(KeepError, match="view of a weight"):
+    with pytest.raises(OptionError, match="view of a weight"):
         kept()
     assert_same(kept(), w.detach() + 3)
 
@@ -662,16 +662,16 @@ def test_a_function_may_be_compiled_or_use_numpy_or_constants() -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_what_is_no_weight_is_refused_at_once() -> None:
-    with pytest.raises(KeepError, match="needs at least one weight"):
+    with pytest.raises(OptionError, match="needs at least one weight"):
         amp_fx.keep(doubled)
     for bad in (None, 1.0, nn.Linear(2, 2), [weight()]):
-        with pytest.raises(KeepError, match=f"weights must be tensors, got {type(bad).__name__}"):
+        with pytest.raises(OptionError, match=f"weights must be tensors, got {type(bad).__name__}"):
             amp_fx.keep(doubled, bad)  # type: ignore[arg-type]
-    with pytest.raises(KeepError, match="meta device has no data"):
+    with pytest.raises(OptionError, match="meta device has no data"):
         amp_fx.keep(doubled, torch.empty(2, device="meta"))
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     for unwatchable in (torch.eye(3).to_sparse(), torch.eye(3).to_mkldnn(), quantized):
-        with pytest.raises(KeepError, match="cannot be watched"):
+        with pytest.raises(OptionError, match="cannot be watched"):
             amp_fx.keep(doubled, unwatchable)
     with pytest.raises(ValueError, match="'sample', 'full' or 'off', got 'always'"):
         amp_fx.keep(doubled, weight(), verify="always")
