@@ -44,7 +44,21 @@ from amp_fx.graphs.decompose import (
     is_getitem,
     spell_out_tuples,
 )
-from amp_fx.graphs.islands import evaluate_island, evaluate_together, in_steps, is_bare_function
+from amp_fx.graphs.islands import (
+    evaluate_island,
+    evaluate_together,
+    in_steps,
+    is_bare_function,
+    native_autocast,
+)
+from amp_fx.graphs.loops import (
+    body_of,
+    body_results,
+    cast_result,
+    differing_states,
+    is_loop,
+    restore_states,
+)
 from amp_fx.graphs.metadata import CAPTURED, DECISIONS, ISLAND, SITE
 from amp_fx.graphs.mixtures import MixtureProbe
 from amp_fx.graphs.range_guard import clamp_fill_value, reason_for_float32, record_range
@@ -226,10 +240,13 @@ class _Rewriter:
     def _restore_inputs(self, node: fx.Node) -> None:
         """Casts inputs back to their captured dtypes, for ops that reject mixed dtypes."""
         for source in node.all_input_nodes:
-            captured = captured_value(source)
-            if isinstance(captured, torch.Tensor) and dtypes_differ(captured, value_of(source)):
-                self._cast_input(node, source, captured.dtype, CAPTURED_DTYPE)
-                self.counts["inputs_restored"] += 1
+            self._restore_input(node, source)
+
+    def _restore_input(self, node: fx.Node, source: fx.Node) -> None:
+        captured = captured_value(source)
+        if isinstance(captured, torch.Tensor) and dtypes_differ(captured, value_of(source)):
+            self._cast_input(node, source, captured.dtype, CAPTURED_DTYPE)
+            self.counts["inputs_restored"] += 1
 
     def _cast_input(self, node: fx.Node, source: fx.Node, dtype: torch.dtype, reason: str) -> None:
         with self.graph.inserting_before(node):
@@ -266,13 +283,36 @@ class _Rewriter:
         if is_bare_function(node):
             self._restore_inputs(node)
         try:
-            evaluate_island(node, self.fake_mode, self.decomposer.frame)
+            self._evaluate_island(node)
         except Exception:
             if not _inputs_changed(node):
                 raise
             # Bodies may contain captured dtypes, which a loop compares with those of its state.
             self._restore_inputs(node)
-            evaluate_island(node, self.fake_mode, self.decomposer.frame)
+            self._evaluate_island(node)
+
+    def _evaluate_island(self, node: fx.Node) -> None:
+        if is_loop(node) and SITE.of(node).is_bare:
+            self._restore_states(node)
+        evaluate_island(node, self.fake_mode, self.decomposer.frame)
+
+    def _restore_states(self, node: fx.Node) -> None:
+        """Makes the body of a loop return its states in the dtypes in which it gets them."""
+        body = body_of(self.gm, node)
+        remember_captured(body.graph)
+        restore_states(body)
+        with native_autocast(node, self.fake_mode):
+            results = body_results(body, node)
+        differing = list(differing_states(node, results))
+        wider = [n for _, n in differing if dtypes_differ(captured_value(n), value_of(n))]
+        for state in wider:
+            self._restore_input(node, state)
+        if wider:
+            self._restore_states(node)
+            return
+        for index, state in differing:
+            cast_result(body, index, value_of(state).dtype)
+            self.counts["outputs_restored"] += 1
 
     def _cast_result(self, node: fx.Node, dtype: torch.dtype) -> None:
         """Casts a result to the dtype that the real kernel returns, unlike its fake kernel.

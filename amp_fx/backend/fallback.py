@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from amp_fx.graphs.bodies import graphs_in
+from amp_fx.graphs.loops import restore_states
 from amp_fx.graphs.markers import surround
 from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.places import op_name, place_of
@@ -28,7 +30,10 @@ def as_native_region(
 ) -> fx.GraphModule:
     """Surrounds a captured graph with one native autocast region, in place."""
     inline_shared_bodies(gm)
-    remember_captured(gm.graph)
+    for graph in graphs_in(gm):
+        remember_captured(graph)
+    if restores_outputs:
+        restore_states(gm)
     surround(gm.graph, state.markers(), state.policy if state.enabled else None)
     if restores_outputs:
         _restore_outputs(gm.graph)

@@ -1,0 +1,120 @@
+"""Loops: higher-order ops whose bodies must return a state in the dtypes in which they get it.
+
+Outside of any region, Dynamo captures a loop in float32. Under autocast, the body may return a
+state in low precision: eager autocast then rejects the loop. Casts at the end of the body restore
+the dtype of the state.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import fx
+
+from amp_fx.graphs.metadata import CAPTURED, provenance
+from amp_fx.graphs.values import captured_dtype, captured_value, dtypes_differ, value_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_hop = torch.ops.higher_order
+
+
+class _Loop(NamedTuple):
+    """Positions of the arguments of a loop.
+
+    Attributes:
+        body: Position of the body.
+        states: Position of the tuple of states, which the body returns first.
+        operands: Positions of the tuples that the body gets, in order.
+    """
+
+    body: int
+    states: int
+    operands: tuple[int, ...]
+
+
+_LOOPS: dict[Any, _Loop] = {
+    _hop.while_loop: _Loop(1, 2, (2, 3)),
+    _hop.scan: _Loop(0, 1, (1, 2, 3)),
+    _hop.associative_scan: _Loop(0, 1, (1, 1, 2)),
+}
+
+
+def is_loop(node: fx.Node) -> bool:
+    """Returns True if a node is a higher-order op that carries a state."""
+    return node.target in _LOOPS
+
+
+def body_of(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule:
+    """Returns the body of a loop of ``gm``."""
+    body_node: Any = node.args[_LOOPS[node.target].body]
+    body: fx.GraphModule = gm.get_submodule(str(body_node.target))  # type: ignore[assignment]
+    return body
+
+
+def states_of(node: fx.Node) -> tuple[Any, ...]:
+    """Returns the states before the first iteration."""
+    states: Any = node.args[_LOOPS[node.target].states]
+    return tuple(states)
+
+
+def body_results(body: fx.GraphModule, node: fx.Node) -> list[Any]:
+    """Computes the states after an iteration, on the fake tensors of its capture.
+
+    The inputs have the dtypes of the operands of the loop.
+    """
+    tuples: list[Any] = [node.args[position] for position in _LOOPS[node.target].operands]
+    given = [operand for operands in tuples for operand in operands]
+    placeholders = body.graph.find_nodes(op="placeholder")
+    inputs = [_in_dtype(*pair) for pair in zip(placeholders, given, strict=True)]
+    return list(body(*inputs)[: len(states_of(node))])
+
+
+def _in_dtype(placeholder: fx.Node, operand: Any) -> Any:
+    captured = captured_value(placeholder)
+    if not isinstance(captured, torch.Tensor) or not isinstance(operand, fx.Node):
+        return operand if captured is None else captured
+    return captured.to(value_of(operand).dtype)
+
+
+def differing_states(node: fx.Node, results: list[Any]) -> Iterator[tuple[int, fx.Node]]:
+    """Yields the states that an iteration returns in another dtype, with their positions."""
+    for index, state in enumerate(states_of(node)):
+        if isinstance(state, fx.Node) and dtypes_differ(value_of(state), results[index]):
+            yield index, state
+
+
+def cast_result(body: fx.GraphModule, index: int, dtype: torch.dtype) -> None:
+    """Casts one result of a body to a dtype."""
+    output = body.graph.output_node()
+    results: Any = output.args[0]
+    cast = _cast_before(output, results[index], dtype)
+    output.args = ((*results[:index], cast, *results[index + 1 :]),)
+    body.recompile()
+
+
+def restore_states(gm: fx.GraphModule) -> None:
+    """Gives the states of all loops inside a captured graph their captured dtypes, in place."""
+    for module in gm.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in filter(is_loop, module.graph.nodes):
+            for index, state in enumerate(states_of(node)):
+                dtype = captured_dtype(state) if isinstance(state, fx.Node) else None
+                if dtype is not None and dtype.is_floating_point:
+                    cast_result(body_of(module, node), index, dtype)
+                    node.replace_input_with(state, _cast_before(node, state, dtype))
+        module.recompile()
+
+
+def _cast_before(node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Returns a node that casts ``source``; ``source`` itself if it is such a node."""
+    if source.target is torch.ops.aten.to.dtype and source.args[1] == dtype:
+        return source
+    with node.graph.inserting_before(node):
+        cast = node.graph.call_function(torch.ops.aten.to.dtype, (source, dtype))
+    cast.meta = provenance(source)
+    CAPTURED.put(cast, captured_value(source))
+    return cast
