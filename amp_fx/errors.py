@@ -29,6 +29,10 @@ class StaleWeightError(AmpFxError, RuntimeError):
     """A cached value differs from the value of its weights (only with ``verify="full"``)."""
 
 
+class CachedValueWrittenError(AmpFxError, RuntimeError):
+    """Compiled code wrote to a cached value or to a weight (only with ``AMP_FX_CHECK=1``)."""
+
+
 class RegionError(AmpFxError, RuntimeError, ValueError):
     """An autocast region cannot be entered, or was exited before a region inside it.
 

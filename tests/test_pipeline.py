@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 import torch
 
-from amp_fx.backend.pipeline import CHECK_ENVIRONMENT, default_passes, run_passes
+from amp_fx.backend.pipeline import default_passes, run_passes
 from amp_fx.errors import PassError, UnsupportedError
 from amp_fx.graphs.values import set_value
 from amp_fx.passes.base import PassResult
+from amp_fx.weights.read_only import CHECK_ENVIRONMENT
 from tests.programs import POLICY, capture_program, site
 
 if TYPE_CHECKING:

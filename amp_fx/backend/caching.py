@@ -1,8 +1,8 @@
 """Compiles the graphs of AOTAutograd so that values computed from weights are cached.
 
-- Without gradients on the CPU, inductor packs the values for its kernels, and they are constants
-  of the code (``weights.packed``).
-- Elsewhere they are inputs of the code (``weights.split``).
+- Values are inputs of the code (``weights.split``).
+- Without gradients on the CPU, inductor packs weights for its kernels; oneDNN's packed weights are
+  constants of the code (``weights.packed``).
 - With gradients, values of weights that get gradients are computed in every call: with one call
   per update, caching would move more memory than it saves. ``options={"weight_cache": "training"}``
   caches them.
@@ -44,10 +44,12 @@ from amp_fx.weights.conv_layouts import lay_out_convolutions
 from amp_fx.weights.engine import engine, is_available
 from amp_fx.weights.entry import computing_values
 from amp_fx.weights.packed import CannotPackError, compile_packed, pack, run_fake, specs_of
+from amp_fx.weights.read_only import checked_backward, checked_results, is_checking
 from amp_fx.weights.split import (
     Prepare,
     Split,
     cached_nodes,
+    computed_outputs,
     convolution_biases,
     copy_returned_inputs,
     read_whole,
@@ -127,20 +129,35 @@ class Caching:
             if kwargs.get("is_backward"):
                 copy_returned_inputs(gm)
             record_output_strides(gm)  # before weights have other layouts
-            is_inference = bool(kwargs.get("is_inference"))
+            if kwargs.get("is_backward") and is_checking():
+                return checked_backward(compile_graph(gm, inputs, **kwargs), self.owner)
             chosen = self._chosen_in(gm, kwargs)
             if not chosen:
                 return compile_graph(gm, inputs, **kwargs)
-            has_data = not any(type(w.tensor) is FakeTensor for w in chosen.values())
-            if is_inference and self.is_packable and has_data:
-                try:
-                    return self._pack(copy_graph_module(gm), inputs, chosen, compile_graph, kwargs)
-                except CannotPackError as error:
-                    log.debug("not packed: %s", error)
-                    _forget_output_strides()
-            return self._split(gm, inputs, chosen, compile_graph, kwargs)
+            computed = computed_outputs(gm, _num_returned(gm, kwargs))
+            call = self._compile(gm, inputs, chosen, compile_graph, kwargs)
+            is_cached = isinstance(call, CachedCall)
+            return checked_results(call, computed) if is_cached and is_checking() else call
 
         return compile_cached
+
+    def _compile(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        weights: Mapping[int, Weight],
+        compile_graph: Compile,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Compiles a forward graph that computes values from weights."""
+        has_data = not any(type(w.tensor) is FakeTensor for w in weights.values())
+        if kwargs.get("is_inference") and self.is_packable and has_data:
+            try:
+                return self._pack(copy_graph_module(gm), inputs, weights, compile_graph, kwargs)
+            except CannotPackError as error:
+                log.debug("not packed: %s", error)
+                _forget_output_strides()
+        return self._split(gm, inputs, weights, compile_graph, kwargs)
 
     def values(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[CachedValue, ...]:
         """Lists what a rewritten graph caches; computes and compiles nothing.
@@ -327,7 +344,7 @@ class Caching:
         if found is None:
             return compile_graph(gm, inputs, **kwargs)
         if not kwargs.get("is_inference"):
-            # AOTAutograd saw cached values as intermediates, which the backward may overwrite.
+            # See Note [Cached values are read-only].
             keep_saved(saved_inputs(gm, _num_returned(gm, kwargs)))
         values = gm.graph.find_nodes(op="placeholder")[len(found.passed) :]
         examples = [*(inputs[i] for i in found.passed), *map(VALUE.of, values)]
@@ -347,7 +364,7 @@ class Caching:
         compile_graph: Compile,
         kwargs: dict[str, Any],
     ) -> CachedCall:
-        """Compiles a graph whose cached values are constants."""
+        """Compiles a graph whose packed weights are constants; other values are inputs."""
         tensors = {i: weight.tensor for i, weight in weights.items()}
         with unset_fake_temporarily():
             started = STORE.start(tuple(tensors.values()))
@@ -367,7 +384,13 @@ class Caching:
                 widen=passes.widen_products,
                 **kwargs,
             )
-        call = self._call(packed.specs, packed.taken, bind=packed.bind)
+        call = self._call(
+            packed.values,
+            packed.passed,
+            compiled=packed.code,
+            constants=packed.constants,
+            bind=packed.bind if packed.constants else None,
+        )
         if started is not None:
             with unset_fake_temporarily():
                 call.adopt(values, started, tensors)
@@ -381,10 +404,12 @@ class Caching:
             raise CannotPackError("MKL packs equal weights into unequal bytes")
 
     def _call(self, *args: Any, **code: Any) -> CachedCall:
+        verify = verify_level(self.options.verify)
+        call = CachedCall(*args, owner=self.owner, verify=verify, **code)
         if self.is_counted:
-            specs = [spec for spec in args[0] if not spec.is_alias]
+            specs: Any = {spec.key(()): spec for spec in call.specs if not spec.is_alias}.values()
             record({"weight_casts_kept": sum(len({*spec.casts()}) for spec in specs)})
-        return CachedCall(*args, owner=self.owner, verify=verify_level(self.options.verify), **code)
+        return call
 
 
 def _has_other_sums(graph: fx.Graph) -> bool:

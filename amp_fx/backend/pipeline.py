@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import os
 import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ from amp_fx.passes.widen_ops import WidenOps
 from amp_fx.passes.wrap_islands import WrapIslands
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.torch_private.tracing import trace_structured
+from amp_fx.weights.read_only import is_checking
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("amp_fx.pipeline")
 pass_log = logging.getLogger("amp_fx.passes")
-
-CHECK_ENVIRONMENT = "AMP_FX_CHECK"
 
 PASSES: tuple[type[Pass], ...] = (
     InlineRegions,
@@ -121,7 +119,7 @@ def run_passes(
         AmpFxError: A pass rejected the graph.
         AssertionError: The graph violates an invariant after a pass (``check``).
     """
-    is_checked = os.environ.get(CHECK_ENVIRONMENT) == "1" if check is None else check
+    is_checked = is_checking() if check is None else check
     reports: list[PassReport] = []
     for current in passes:
         start = time.perf_counter()

@@ -692,20 +692,21 @@ PyObject* reusable(PyObject*, PyObject* slots) {
 
 // -------------------------------------------------------------------- cached values of a graph
 
-// Slots for one set of weights that a graph was called with. `code` is compiled code with the
-// values as constants. It owns references to the values, so their addresses are not reused.
+// Slots for one set of weights that a graph was called with. `code` is compiled code whose constants
+// are the values of the first slots. It owns references to them, so their addresses are not reused.
 struct CachedSet {
   std::vector<Ref> refs; // to the slots
   std::vector<CacheSlot*> slots;
-  Ref entries, code; // `code` is null if values are inputs
-  std::vector<PyObject*> bound_values;
+  Ref entries, code; // `code` is null if all values are inputs
+  std::vector<PyObject*> bound_values; // the constants
 
   bool is_dead() const {
     return !std::all_of(slots.begin(), slots.end(), has_value);
   }
   bool has_code() const {
     const auto is_same = [](const CacheSlot* slot, PyObject* v) { return slot->value == v; };
-    return code && std::equal(slots.begin(), slots.end(), bound_values.begin(), is_same);
+    const auto end = slots.begin() + static_cast<std::ptrdiff_t>(bound_values.size());
+    return code && std::equal(slots.begin(), end, bound_values.begin(), is_same);
   }
 };
 using CachedSets = std::vector<CachedSet>; // change it before elements are destroyed: that may run Python
@@ -715,7 +716,8 @@ struct GraphCache {
   std::vector<Py_ssize_t>* sources; // positions of the weights, in the order of the slots
   std::vector<Py_ssize_t>* passed;
   CachedSets* sets; // several if the graph is compiled for several layers
-  char samples, has_constants, found_mismatch; // has_constants: values are constants of the code
+  Py_ssize_t num_constants; // the values of the first slots are constants of the code
+  char samples, found_mismatch;
 };
 
 constexpr size_t max_sets = 256;
@@ -798,26 +800,26 @@ PyObject* graph_cache_enter(PyObject* self, PyObject* args) {
   CachedSet* set = find_set(cache, weights);
   cache->found_mismatch = 0;
   const bool is_hit = set != nullptr && are_fresh(cache, *set, weights) &&
-      (!cache->has_constants || set->has_code());
+      (cache->num_constants == 0 || set->has_code());
   if (!is_hit) {
     return Py_NewRef(Py_None);
   }
   for (Py_ssize_t i = 0; i < num_passed; ++i) {
     PyList_SET_ITEM(inputs, i, Py_NewRef(item(args, (*cache->passed)[i])));
   }
-  if (!cache->has_constants) {
-    for (CacheSlot* slot : set->slots) { // appending does not run the garbage collector
-      if (!PyTuple_CheckExact(slot->value)) {
-        PyList_Append(inputs, slot->value);
-        continue;
-      }
-      for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(slot->value); ++i) {
-        PyList_Append(inputs, item(slot->value, i));
-      }
-    }
-  }
-  for (CacheSlot* slot : set->slots) {
+  for (size_t n = 0; n < set->slots.size(); ++n) { // appending does not run the garbage collector
+    CacheSlot* slot = set->slots[n];
     slot->hits++;
+    if (n < static_cast<size_t>(cache->num_constants)) {
+      continue;
+    }
+    if (!PyTuple_CheckExact(slot->value)) {
+      PyList_Append(inputs, slot->value);
+      continue;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(slot->value); ++i) {
+      PyList_Append(inputs, item(slot->value, i));
+    }
   }
   if (set->code) {
     Py_DECREF(Py_None);
@@ -840,7 +842,9 @@ void graph_cache_remember(PyObject* self, PyObject* args) {
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(slots); ++i) {
     set.refs.push_back(ref_to(item(slots, i)));
     set.slots.push_back(as_slot(item(slots, i)));
-    set.bound_values.push_back(set.slots.back()->value);
+    if (i < as_graph_cache(self)->num_constants) {
+      set.bound_values.push_back(set.slots.back()->value);
+    }
   }
   CachedSets remaining, old = std::move(*as_graph_cache(self)->sets);
   for (CachedSet& other : old) {
@@ -875,12 +879,13 @@ std::vector<Py_ssize_t>* indices_of(PyObject* tuple) {
   return indices;
 }
 
-// GraphCache(sources, passed, has_constants, samples)
+// GraphCache(sources, passed, num_constants, samples)
 PyObject* graph_cache_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *sources = nullptr, *passed = nullptr;
-  int has_constants = 0, samples = 0;
+  Py_ssize_t num_constants = 0;
+  int samples = 0;
   if (!PyArg_ParseTuple(
-          args, "O!O!pp", &PyTuple_Type, &sources, &PyTuple_Type, &passed, &has_constants, &samples)) {
+          args, "O!O!np", &PyTuple_Type, &sources, &PyTuple_Type, &passed, &num_constants, &samples)) {
     return nullptr;
   }
   GraphCache* cache = as_graph_cache(type->tp_alloc(type, 0));
@@ -888,7 +893,7 @@ PyObject* graph_cache_new(PyTypeObject* type, PyObject* args, PyObject*) {
     cache->sources = indices_of(sources);
     cache->passed = indices_of(passed);
     cache->sets = new CachedSets();
-    cache->has_constants = static_cast<char>(has_constants);
+    cache->num_constants = num_constants;
     cache->samples = static_cast<char>(samples);
   }
   return reinterpret_cast<PyObject*>(cache);

@@ -1,7 +1,7 @@
 """Calls a compiled graph with fresh values computed from its weights.
 
-The graph receives the values as inputs (``split``) or as constants of its code (``packed``). Each
-call recomputes the values of weights that were written since their computation. Calls that are
+The graph receives the values as inputs, and packed weights as constants of its code (``packed``).
+Each call recomputes the values of weights that were written since their computation. Calls that are
 already running continue with the old values. One graph may serve several layers; it then caches
 values for each set of weights.
 """
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from amp_fx.errors import StaleWeightError
 from amp_fx.weights.engine import engine
 from amp_fx.weights.entry import CacheEntry, compute, computing_values, description, same_bits
+from amp_fx.weights.read_only import check_values, check_weights, copied, is_checking
 from amp_fx.weights.store import STORE
 from amp_fx.weights.stream_order import accelerator_devices
 from amp_fx.weights.write_signals import is_capturing
@@ -46,13 +47,14 @@ class CachedCall:
     """Compiled graph that is called with cached values.
 
     Args:
-        specs: Describes the values.
+        specs: Describes the values that are inputs.
         passed: Positions of the inputs that are passed on to the graph.
         owner: Name under which ``stats`` counts the values.
         verify: ``"sample"``, ``"full"`` or ``"off"``; see ``amp_fx.keep``.
         compiled: Compiled graph. Receives a list of the passed inputs followed by the flattened
-            values. None if ``bind`` is set.
-        bind: Returns code with the values as its constants.
+            values. None for ``amp_fx.keep``, which only enters calls.
+        constants: Describes the values that are constants of the code.
+        bind: Returns ``compiled`` with values of ``constants``; None if there are none.
     """
 
     _boxed_call = True  # AOTAutograd passes a list, which the call clears
@@ -65,20 +67,23 @@ class CachedCall:
         owner: str,
         verify: str,
         compiled: Callable[[list[Any]], Any] | None = None,
+        constants: Sequence[ValueSpec] = (),
         bind: Bind | None = None,
     ) -> None:
-        self.specs = tuple(specs)
+        self.specs = (*constants, *specs)
+        self.num_constants = len(constants)
         self.passed = tuple(passed)
         self._positions = [spec.positions for spec in self.specs]
         self.owner = owner
         self.verify = verify
         self.devices: tuple[torch.device, ...] | None = None
         self._compiled = compiled
+        self._is_checked = is_checking()
         self._bind = bind
         self._cache = engine().GraphCache(
             tuple(position for spec in self.specs for position in spec.positions),
             self.passed,
-            bind is not None,
+            self.num_constants,
             verify == "sample",
         )
         self.leave, self.evict = self._cache.leave, self._cache.evict
@@ -89,16 +94,31 @@ class CachedCall:
 
         Raises:
             StaleWeightError: With ``verify="full"``, a weight was written without a signal.
+            CachedValueWrittenError: With ``AMP_FX_CHECK=1``, compiled code wrote to a cached value.
         """
         args = tuple(boxed_args)
         boxed_args.clear()
         bound, inputs = self.enter(args) or self.prepare(args)
         try:
-            code = self._compiled if bound is None else bound[0]
+            code = bound or self._compiled
             assert code is not None
-            return code(inputs)
+            return self._checked(code, inputs, args) if self._is_checked else code(inputs)
         finally:
             self.leave()
+
+    def _checked(self, code: Callable[[list[Any]], Any], inputs: list[Any], args: Args) -> Any:
+        """Calls code, and checks that it writes neither to cached values nor to weights."""
+        positions = dict(
+            pair for s in self.specs for pair in zip(s.positions, s.names, strict=True)
+        )
+        check_values("code that ran since the latest call")
+        with computing_values():
+            copies = [copied(args[i]) for i in positions]
+        result = code(inputs)
+        check_values(f"the compiled code of {self.owner}")
+        weights = [args[i] for i in positions]
+        check_weights([*positions.values()], weights, copies, self.owner)
+        return result
 
     def adopt(
         self, values: Sequence[Any], started: Any, weights: Mapping[int, torch.Tensor]
@@ -117,7 +137,7 @@ class CachedCall:
         """Begins a call if all values are fresh.
 
         Returns:
-            The result of ``_bound`` and the inputs of the graph; None if a value is stale.
+            The result of ``_bound`` and the inputs of the code; None if a value is stale.
         """
         if self.devices is None:  # Dynamo guards devices, so they never change
             self.devices = accelerator_devices(args[i] for s in self.specs for i in s.positions)
@@ -139,8 +159,8 @@ class CachedCall:
         try:
             STORE.streams.note(devices)
             STORE.wait_for_refreshes(devices)
-            code, inputs = call  # another thread may have refreshed values since
-            self._hold([*inputs[len(self.passed) :], *(() if code is None else code[1])])
+            _, inputs = call  # another thread may have refreshed values since
+            self._hold(inputs[len(self.passed) :])  # constants exist on the CPU only
         except BaseException:
             self.leave()
             raise
@@ -155,7 +175,7 @@ class CachedCall:
         """Computes stale and missing values and begins the call.
 
         Returns:
-            The result of ``_bound`` and the inputs of the graph.
+            The result of ``_bound`` and the inputs of the code.
         """
         if self._cache.found_mismatch:
             self._investigate(self._suspects(args))
@@ -176,8 +196,7 @@ class CachedCall:
                     STORE.streams.record(devices)
             self._hold(values if devices else ())
             self._cache.begin()
-        inputs = [args[i] for i in self.passed]
-        return code, inputs if self._bind is not None else [*inputs, *flattened(values)]
+        return code, [*(args[i] for i in self.passed), *flattened(values[self.num_constants :])]
 
     def _cached(self, args: Args, weights: Sequence[Weights]) -> tuple[list[Any], Any]:
         """Recomputes stale values; returns all values and the result of ``_bound`` for them."""
@@ -204,9 +223,9 @@ class CachedCall:
             self._cache.remember(tuple(e.slot for e in cached), tuple(cached), code)
         return values, code
 
-    def _bound(self, values: Sequence[Any]) -> tuple[Any, tuple[Any, ...]] | None:
-        """Returns code with the values as its constants, and the values; None without ``bind``."""
-        return None if self._bind is None else (self._bind(values), tuple(values))
+    def _bound(self, values: Sequence[Any]) -> Callable[[list[Any]], Any] | None:
+        """Returns code with the first values as its constants; None if there are no constants."""
+        return None if self._bind is None else self._bind(values[: self.num_constants])
 
     def _entry(self, spec: ValueSpec, weights: Weights) -> CacheEntry | None:
         """Returns the entry of a value; None if its weights cannot be watched."""

@@ -1,28 +1,52 @@
-"""Compiles graphs without gradients for the CPU, with cached values as constants of their code.
+"""Compiles graphs without gradients, with weights packed for the kernels that read them.
 
 ``split`` finds the values, which become constants. Inductor's freezing passes pack the constants
 for its kernels and add ops to the graph; those that depend on constants alone are folded as well.
-Compiled code looks up its constants in the globals of its module, so ``PackedGraph.bind`` can
-replace them after a write. Inductor's ``freeze`` is not used: it treats every parameter and buffer
-as constant and does not record how constants were computed.
+Then all constants become inputs again, except those that kernels look up, such as oneDNN's packed
+weights. Compiled code looks up its constants in the globals of its module, so ``PackedGraph.bind``
+can replace them after a write. Inductor's ``freeze`` is not used: it treats every parameter and
+buffer as constant and does not record how constants were computed.
+
+Note [Cached values are read-only]
+~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+A cached value, or an alias of a weight, outlives the call. AOTAutograd and inductor decide in many
+places which memory a graph may write, reuse, merge or return. All of these protect the inputs of a
+graph and none protects its constants or intermediate results. So values are inputs:
+
+- ``get_attr`` constants may be overwritten by oneDNN's in-place sums (``mkldnn_fusion``), returned
+  in place of their copies (``remove_noop_ops``), and merged if their addresses are equal while the
+  graph is compiled (``GraphLowering.allocate_non_dup_const_name``). ``Constants.to_inputs`` leaves
+  constants to kernels that look them up and only read them. It rejects constants with one address.
+- Inductor's freezing passes run before. They remove copies that the graph returns;
+  ``_separate_outputs`` adds these again.
+- AOTAutograd sees a value that the forward saves as an intermediate result, which the backward may
+  overwrite (``bw_donated_idxs``); ``keep_saved`` removes it from that list. A backward may also
+  return it as a gradient; ``copy_returned_inputs`` adds a copy.
+- Values that the caller gets are not cached (``split.escaping``).
+
+``AMP_FX_CHECK=1`` checks the result without such a list (``read_only``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import Counter
+import itertools
+from collections import Counter, defaultdict
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.purity import is_pure
 from amp_fx.replaced import replaced
 from amp_fx.torch_private.fake_tensors import FakeTensor, unset_fake_temporarily
+from amp_fx.torch_private.tensors import data_address
 from amp_fx.weights.batch_norms import fold_batch_norms, round_biases
+from amp_fx.weights.call import flattened
 from amp_fx.weights.few_rows import block_few_rows
 from amp_fx.weights.split import (
     Prepare,
@@ -30,15 +54,14 @@ from amp_fx.weights.split import (
     escaping,
     run_node,
     values_read,
+    viewed_by,
     written_inputs,
 )
 from amp_fx.weights.template_constants import TemplateConstants
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from types import CodeType
-
-    from torch import fx
 
     from amp_fx.weights.split import CachedValueSpec
 
@@ -53,34 +76,36 @@ class CannotPackError(AmpFxError):
 
 @dataclasses.dataclass(frozen=True)
 class PackedGraph:
-    """Compiled graph whose constants can be replaced.
+    """Compiled graph whose packed weights are constants that can be replaced.
 
     Attributes:
-        specs: Descriptions of the cached values.
-        taken: Positions of the remaining inputs.
+        constants: Descriptions of the values that are constants of the code.
+        values: Descriptions of the values that are the last inputs of the code.
+        passed: Positions of the inputs that the code gets before the values.
         code: The compiled function, which receives a list of the inputs.
-        names: For each output of each value, its names in the code.
+        names: For each output of each constant, its names in the code.
     """
 
-    specs: tuple[CachedValueSpec, ...]
-    taken: tuple[int, ...]
-    code: FunctionType | MethodType
+    constants: tuple[CachedValueSpec, ...]
+    values: tuple[CachedValueSpec, ...]
+    passed: tuple[int, ...]
+    code: Callable[[list[Any]], Any]
     names: tuple[tuple[tuple[str, ...], ...], ...]
 
-    def bind(self, values: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    def bind(self, constants: Sequence[Any]) -> Callable[[list[Any]], Any]:
         """Returns a copy of the code with new constants.
 
         Args:
-            values: For each of ``specs``, a tensor or a tuple of tensors.
+            constants: For each of ``constants``, a tensor or a tuple of tensors.
         """
-        constants: dict[str, torch.Tensor] = {}
-        for value_names, value in zip(self.names, values, strict=True):
+        scope: dict[str, Any] = {}
+        for names, value in zip(self.names, constants, strict=True):
             outputs = value if isinstance(value, tuple) else (value,)
-            for output_names, output in zip(value_names, outputs, strict=True):
-                constants.update(dict.fromkeys(output_names, output))
+            for output_names, output in zip(names, outputs, strict=True):
+                scope.update(dict.fromkeys(output_names, output))
         function = self.code.__func__ if isinstance(self.code, MethodType) else self.code
         assert isinstance(function, FunctionType)
-        scope = {**function.__globals__, **constants}
+        scope = {**function.__globals__, **scope}
         bound = FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
         return MethodType(bound, self.code.__self__) if isinstance(self.code, MethodType) else bound
 
@@ -150,6 +175,53 @@ class Constants:
                     gm._buffers[str(source.target)] = torch.empty(0)  # until it is unused
         return values
 
+    def to_inputs(self) -> tuple[list[CachedValueSpec], list[Any]]:
+        """Turns constants into inputs of the graph, except those that kernels look up.
+
+        See Note [Cached values are read-only].
+
+        Returns:
+            Descriptions of the values that are the last inputs now, and the values.
+        """
+        graph, by_copy = self.gm.graph, self._plain_constants()
+        specs = specs_of(self.prepare, by_copy)
+        inputs = graph.find_nodes(op="placeholder")
+        first = next(iter(graph.nodes))
+        tensors = {}
+        for copy in [output for spec in specs for output in spec.outputs]:
+            nodes = by_copy[copy]
+            tensors[copy] = getattr(self.gm, str(nodes[0].target))
+            with graph.inserting_before(first):
+                inputs.append(graph.placeholder(f"{nodes[0].name}_cached"))
+            inputs[-1].meta = dict(nodes[0].meta)
+            for node in nodes:
+                node.replace_all_uses_with(inputs[-1], lambda user: not _looks_up_constants(user))
+        if inputs and inputs[0] is not first:  # passes put other nodes before and between them
+            first.prepend(inputs[0])
+        for previous, node in itertools.pairwise(inputs):
+            previous.append(node)
+        self._drop_unused()
+        self._check_addresses()
+        return specs, _values_of(specs, tensors)
+
+    def _check_addresses(self) -> None:
+        """Raises ``CannotPackError`` if inductor would merge constants that share memory now."""
+        constants = [self.gm._buffers[name] for name in self.copies if name in self.gm._buffers]
+        plain = [c for c in constants if c is not None and c.layout is torch.strided and c.numel()]
+        if len(set(map(data_address, plain))) < len(plain):
+            raise CannotPackError("two weights share memory")
+
+    def _plain_constants(self) -> dict[fx.Node, list[fx.Node]]:
+        """Returns the constants that ``to_inputs`` replaces, by their nodes in ``prepare``."""
+        constants: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in self.gm.graph.find_nodes(op="get_attr"):
+            copy = self.copies.get(str(node.target))
+            if copy is None or all(map(_looks_up_constants, node.users)):
+                continue
+            if getattr(self.gm, str(node.target)).layout is torch.strided:
+                constants[copy].append(node)
+        return constants
+
     def _drop_unused(self) -> None:
         gm = self.gm
         gm.graph.eliminate_dead_code()
@@ -161,6 +233,22 @@ class Constants:
             del gm._buffers[name]
         gm.graph.lint()
         gm.recompile()
+
+
+def _looks_up_constants(user: fx.Node) -> bool:
+    """Returns True if inductor's lowering of a node needs weights that are constants.
+
+    It looks up contents and names of packed weights for MKL and of quantized weights, and of
+    weights that a C++ template may block with ``max_autotune``. All of these only read them.
+    """
+    from amp_fx.torch_private.inductor_config import config
+
+    if str(user.target).startswith(("mkl.", "onednn.")):  # an op, or an op without its overload
+        return True
+    return user.target in _PRODUCTS and (config.max_autotune or config.max_autotune_gemm)
+
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 def compile_packed(
@@ -211,10 +299,12 @@ def compile_packed(
             check=check,
             widen=widen,
         )
-        inputs = [example_inputs[i] for i in taken]
-        new_positions = {position: i for i, position in enumerate(taken)}
         old_static = kwargs.get("static_input_idxs") or ()
-        static = [new_positions[i] for i in old_static if i in new_positions]
+        static = [new for new, old in enumerate(taken) if old in old_static]
+        value_specs, values = constants.to_inputs()
+        examples = _examples(flattened(values), example_inputs)
+        static += range(len(taken), len(taken) + len(examples))
+        inputs = [*(example_inputs[i] for i in taken), *examples]
         kwargs = {**kwargs, "static_input_idxs": static, "layout_opt": layout_opt}
         of_templates = TemplateConstants(constants.prepare)
         for attribute, node in constants.copies.items():
@@ -222,19 +312,47 @@ def compile_packed(
                 of_templates.add(gm.get_buffer(attribute), node)
         with _real_constants(example_inputs), _packed_in_cache_keys(), of_templates.following():
             compiled = compile_graph(gm, inputs, **kwargs)
-    code, by_name = _code_of(gm, compiled, constants, of_templates)
-    outputs: dict[fx.Node, list[str]] = {}
-    computed = {}
+    by_name = _constants_of(gm, compiled, constants, of_templates)
+    if not by_name and not value_specs:
+        raise CannotPackError("no value in the graph depends on weights alone")
+    code = _code_of(compiled, by_name) if by_name else compiled
+    code_names: dict[fx.Node, list[str]] = {}
+    tensors: dict[fx.Node, torch.Tensor] = {}
     for name, (node, tensor) in by_name.items():
-        outputs.setdefault(node, []).append(name)
-        computed[node] = tensor
+        code_names.setdefault(node, []).append(name)
+        tensors[node] = tensor
     for attribute in constants.copies:  # gm is in a reference cycle
         gm._buffers.pop(attribute, None)
-    specs = specs_of(constants.prepare, outputs)
-    values = [tuple(computed[n] for n in spec.outputs) for spec in specs]
-    output_names = tuple(tuple(tuple(outputs[n]) for n in spec.outputs) for spec in specs)
-    packed = PackedGraph(tuple(specs), taken, code, output_names)
-    return packed, [value[0] if len(value) == 1 else value for value in values]
+    constant_specs = specs_of(constants.prepare, code_names)
+    packed = PackedGraph(
+        tuple(constant_specs),
+        tuple(value_specs),
+        taken,
+        code,
+        tuple(tuple(tuple(code_names[n]) for n in spec.outputs) for spec in constant_specs),
+    )
+    return packed, [*_values_of(constant_specs, tensors), *values]
+
+
+def _values_of(
+    specs: Sequence[CachedValueSpec], tensors: Mapping[fx.Node, torch.Tensor]
+) -> list[Any]:
+    """Returns the value of each spec: a tensor, or a tuple of tensors for several outputs."""
+    values = [tuple(tensors[output] for output in spec.outputs) for spec in specs]
+    return [value[0] if len(value) == 1 else value for value in values]
+
+
+def _examples(values: Iterable[torch.Tensor], example_inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """Returns fake inputs for values that become inputs of a graph."""
+    from amp_fx.torch_private.fake_tensors import detect_fake_mode
+
+    fake_mode = detect_fake_mode(example_inputs)
+    return [
+        value
+        if fake_mode is None or isinstance(value, FakeTensor)
+        else fake_mode.from_tensor(value, static_shapes=True)
+        for value in values
+    ]
 
 
 def _mode_of(weights: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
@@ -324,9 +442,10 @@ def pack(
             config.patch({"cpp.enable_concat_linear": True} if chooses_kernels else {}),
             packing_for_onednn() if chooses_kernels else contextlib.nullcontext(),
         ):
-            splits = set(_splits(gm.graph))
+            splits, sharing = set(_splits(gm.graph)), _outputs_sharing(gm)
             freezing_passes(gm, [example_inputs[i] for i in taken])
             _copy_returned_parts(gm, [split for split in _splits(gm.graph) if split not in splits])
+            _separate_outputs(gm, sharing)
         round_biases(gm.graph)
         constants.fold(gm)
         if check is not None:
@@ -375,6 +494,43 @@ def _copy_returned_parts(gm: fx.GraphModule, splits: Sequence[fx.Node]) -> None:
             )
         VALUE.put(copy, VALUE.of(part).contiguous())
         part.replace_all_uses_with(copy, returned.__contains__)
+
+
+def _outputs_sharing(gm: fx.GraphModule) -> list[fx.Node | int | None]:
+    """Returns what each output of a graph shares memory with.
+
+    That is an input or a constant of the graph, or the position of an earlier output. It is the
+    position of the output itself if the output shares its memory with none of these.
+    """
+    sharing: list[fx.Node | int | None] = []
+    first: dict[fx.Node, int] = {}
+    for i, output in enumerate(gm.graph.output_node().args[0]):  # type: ignore[arg-type]
+        base = viewed_by(output) if isinstance(output, fx.Node) else None
+        is_given = base is not None and base.op in ("placeholder", "get_attr")
+        sharing.append(base if is_given or base is None else first.setdefault(base, i))
+    return sharing
+
+
+def _separate_outputs(gm: fx.GraphModule, sharing: Sequence[fx.Node | int | None]) -> None:
+    """Copies outputs that share memory because passes removed a copy.
+
+    Inductor's freezing removes casts to the dtype that a value has, which are copies.
+
+    Args:
+        gm: The graph.
+        sharing: ``_outputs_sharing`` before the passes.
+    """
+    output = gm.graph.output_node()
+    returned: list[Any] = [*output.args[0]]  # type: ignore[misc]
+    pairs = zip(sharing, _outputs_sharing(gm), strict=True)
+    for i in [
+        i for i, (before, after) in enumerate(pairs) if isinstance(before, int) and before != after
+    ]:
+        with gm.graph.inserting_before(output):
+            copy = gm.graph.call_function(torch.ops.aten.clone.default, (returned[i],))
+        VALUE.put(copy, VALUE.of(returned[i]).clone())
+        returned[i] = copy
+    output.args = (tuple(returned),)
 
 
 def batch_norm_folding(is_on: bool) -> contextlib.AbstractContextManager[None]:
@@ -448,18 +604,18 @@ def _compiling_constants() -> contextlib.AbstractContextManager[None]:
     return patch
 
 
-def _code_of(
+def _constants_of(
     gm: fx.GraphModule, compiled: Any, constants: Constants, of_templates: TemplateConstants
-) -> tuple[FunctionType | MethodType, dict[str, tuple[fx.Node, torch.Tensor]]]:
-    """Returns the code of a compiled graph, and its constants by their names in the code.
+) -> dict[str, tuple[fx.Node, torch.Tensor]]:
+    """Returns the constants of compiled code by their names in the code.
 
     Each constant is paired with the node of ``prepare`` that computes it.
 
-    Relies on ``CompiledFxGraph.constants``, ``current_callable`` and ``frozen_param_names``, which
-    maps names in the code to attributes of the graph.
+    Relies on ``CompiledFxGraph.constants`` and ``frozen_param_names``, which maps names in the code
+    to attributes of the graph.
 
     Raises:
-        CannotPackError: The code has other constants, or does not look up constants as globals.
+        CannotPackError: The code has other constants.
     """
     names: dict[str, tuple[fx.Node, torch.Tensor]] = {}
     for name, attribute in getattr(compiled, "frozen_param_names", {}).items():
@@ -473,8 +629,17 @@ def _code_of(
             if node is None:
                 raise CannotPackError(f"inductor computed {name} while it generated code")
             names[name] = node, constant
-    if not names:
-        raise CannotPackError("no value in the graph depends on weights alone")
+    return names
+
+
+def _code_of(compiled: Any, names: Collection[str]) -> FunctionType | MethodType:
+    """Returns the code of a compiled graph, which looks up its constants by their names.
+
+    Relies on ``CompiledFxGraph.constants`` and ``current_callable``.
+
+    Raises:
+        CannotPackError: The code does not look up constants as globals.
+    """
     code = compiled.current_callable
     function = getattr(code, "__func__", code)
     if not isinstance(code, (FunctionType, MethodType)) or not isinstance(function, FunctionType):
@@ -484,7 +649,7 @@ def _code_of(
     for name in names:  # the module is never freed, so it must not refer to constants
         function.__globals__[name] = None
         compiled.constants.pop(name, None)
-    return code, names
+    return code
 
 
 def _names_in(code: CodeType) -> set[str]:

@@ -513,24 +513,27 @@ def escaping(gm: fx.GraphModule, num_returned: int) -> set[fx.Node]:
     return escaping_nodes
 
 
+def computed_outputs(gm: fx.GraphModule, num_returned: int) -> list[int]:
+    """Returns the positions of outputs that are returned to the caller and not views of inputs."""
+    return [i for i in range(num_returned) if not _is_view_of_input(gm, i)]
+
+
 def saved_inputs(gm: fx.GraphModule, num_returned: int) -> list[int]:
     """Returns the positions of outputs that are saved for the backward and are views of inputs."""
-    outputs = gm.graph.output_node().args[0]
-    assert isinstance(outputs, (list, tuple))
-    return [
-        i
-        for i, output in enumerate(outputs)
-        if i >= num_returned
-        and isinstance(output, fx.Node)
-        and viewed_by(output).op == "placeholder"
-    ]
+    num_outputs = len(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+    return [i for i in range(num_returned, num_outputs) if _is_view_of_input(gm, i)]
+
+
+def _is_view_of_input(gm: fx.GraphModule, position: int) -> bool:
+    output: Any = gm.graph.output_node().args[0][position]  # type: ignore[index]
+    return isinstance(output, fx.Node) and viewed_by(output).op == "placeholder"
 
 
 def copy_returned_inputs(gm: fx.GraphModule) -> None:
     """Copies the gradients of a backward graph that are tensors which the forward saved.
 
-    A caller may write to a gradient, and the saved tensor may be a cached value. A gradient of an
-    output that is passed on is not copied.
+    A caller may write to a gradient, and the saved tensor may be a cached value: see
+    Note [Cached values are read-only]. A gradient of an output that is passed on is not copied.
     """
     output = gm.graph.output_node()
     gradients = set(_tangents(gm.graph))

@@ -35,13 +35,13 @@ class FakeCache:
 
     @property
     def is_packed(self) -> bool:
-        """True if a graph has values as constants of its code."""
+        """True if a graph was compiled with packed weights."""
         return bool(self._packed)
 
     @contextlib.contextmanager
     def replacing(self) -> Iterator[None]:
         """Takes fake tensors for weights, and calls graphs with values that are computed anew."""
-        from torch._inductor import config, graph
+        from torch._inductor import config
 
         from amp_fx.backend import caching as module
 
@@ -58,7 +58,7 @@ class FakeCache:
                 return runs[-1].compiled
 
             found = compile_packed(gm, inputs, weights, names, compile_counted, **kwargs)
-            self._packed[id(found[0])] = found[0], runs[-1]
+            self._packed[id(found[0].code)] = found[0], runs[-1]
             return found
 
         def call(this: CachedCall, given: list[Any]) -> Any:
@@ -72,8 +72,6 @@ class FakeCache:
                 (caching, "constants_for", _fake_constants),
                 (caching, "compile_packed", compile_fake),
                 (CachedCall, "__call__", call),
-                # Fake tensors have no addresses, by which inductor would tell that two are one.
-                (graph, "is_same_tensor", lambda left, right: left is right),
             ),
         ):
             yield
@@ -81,7 +79,6 @@ class FakeCache:
     def _call(self, call: CachedCall, given: list[Any]) -> Any:
         args = tuple(given)
         given.clear()
-        inputs = [args[i] for i in call.passed]
         values = []
         spec: Any
         for spec in call.specs:
@@ -90,12 +87,9 @@ class FakeCache:
             if not spec.is_alias:
                 key = tuple(id(args[i]) for i in spec.positions), spec.key(weights)
                 self._values[key] = spec, weights
-        bind: Any = call._bind
-        if bind is not None:
-            _, run = self._packed[id(bind.__self__)]
-            return run(inputs)
-        assert call._compiled is not None
-        return call._compiled([*inputs, *flattened(values)])
+        inputs = [*(args[i] for i in call.passed), *flattened(values[call.num_constants :])]
+        _, run = self._packed.get(id(call._compiled), (None, call._compiled))
+        return run(inputs)
 
     def casts(self) -> list[Made]:
         """Lists what is computed op by op, each a launch, as ``totals.totals`` takes it."""

@@ -1,0 +1,171 @@
+"""Checks that compiled code writes neither to cached values nor to weights (``AMP_FX_CHECK=1``).
+
+The check needs no list of the ways in which inductor may reuse memory; see
+Note [Cached values are read-only] in ``weights.packed``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_fx.errors import CachedValueWrittenError
+from amp_fx.torch_private.tensors import data_address
+from amp_fx.weights.entry import computing_values, read_only, same_bits
+from amp_fx.weights.store import STORE
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Sequence
+
+    from amp_fx.weights.call import CachedCall
+    from amp_fx.weights.entry import CacheEntry
+
+CHECK_ENVIRONMENT = "AMP_FX_CHECK"
+
+ADVICE = "report this as a bug of amp_fx; options={'weight_cache': False} avoids it"
+
+
+def is_checking() -> bool:
+    """Returns True if the environment asks for checks."""
+    return os.environ.get(CHECK_ENVIRONMENT) == "1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """Copies of a cached value and of its weights.
+
+    Attributes:
+        computation: Number of the computation of the value.
+        value: A tensor or a tuple of tensors.
+        weights: The weights.
+    """
+
+    computation: int
+    value: Any
+    weights: tuple[torch.Tensor, ...]
+
+
+_SNAPSHOTS: weakref.WeakKeyDictionary[CacheEntry, Snapshot] = weakref.WeakKeyDictionary()
+
+
+def check_values(culprit: str) -> None:
+    """Compares all cached values of the process with copies, and copies new values.
+
+    Args:
+        culprit: What ran since the latest check.
+
+    Raises:
+        CachedValueWrittenError: A value changed without being computed again, or a weight without
+            a signal that reports the write.
+    """
+    with STORE.locked(), computing_values():
+        for entry in list(STORE.entries.values()):
+            weights = entry.weights()
+            if entry.value is None or entry.spec.is_alias or weights is None:
+                continue
+            snapshot = _SNAPSHOTS.get(entry)
+            if snapshot is None or snapshot.computation != entry.slot.made:
+                _SNAPSHOTS[entry] = Snapshot(entry.slot.made, copied(entry.value), copied(weights))
+                continue
+            names = ", ".join(entry.spec.names)
+            if not same_bits(snapshot.value, copied(entry.value)):
+                del _SNAPSHOTS[entry]
+                ops = ", ".join(entry.spec.ops)
+                raise CachedValueWrittenError(
+                    f"{culprit} wrote to the cached value of {names} of {entry.owner} ({ops}): "
+                    f"{ADVICE}"
+                )
+            if entry.is_fresh() and not same_bits(snapshot.weights, copied(weights)):
+                del _SNAPSHOTS[entry]
+                raise CachedValueWrittenError(
+                    f"{culprit} wrote to {names} of {entry.owner} where PyTorch cannot see it: "
+                    f"{ADVICE}"
+                )
+
+
+def check_weights(
+    names: Sequence[str], weights: Iterable[torch.Tensor], copies: Iterable[Any], owner: str
+) -> None:
+    """Compares weights with copies from before a call.
+
+    Raises:
+        CachedValueWrittenError: A weight changed.
+    """
+    with computing_values():
+        pairs = [(copied(weight), copy) for weight, copy in zip(weights, copies, strict=True)]
+    for name, (now, before) in zip(names, pairs, strict=True):
+        if not same_bits(now, before):
+            raise CachedValueWrittenError(
+                f"compiled code wrote to {name} of {owner}, which the program does not write: "
+                f"{ADVICE}"
+            )
+
+
+def copied(value: Any) -> Any:
+    """Returns a copy of a tensor or of a tuple of tensors; packed weights as plain tensors."""
+    if isinstance(value, tuple):
+        return tuple(map(copied, value))
+    if value.layout is not torch.strided:
+        return value.to_dense()
+    return read_only(value).clone()  # a read of a weight could count as a write
+
+
+def checked_results(call: CachedCall, returned: Collection[int]) -> Any:
+    """Returns a compiled forward that checks that its results are not cached values or weights.
+
+    Args:
+        call: The compiled forward.
+        returned: Positions of the results that must not share memory with them.
+    """
+
+    def run(boxed_args: list[Any]) -> Any:
+        args = tuple(boxed_args)
+        results = call(boxed_args)
+        owners = {}
+        for entry in list(STORE.entries.values()):
+            values = entry.value if isinstance(entry.value, tuple) else (entry.value,)
+            name = f"the cached value of {', '.join(entry.spec.names)}"
+            owners.update({_memory(value): name for value in values})
+        for spec in call.specs:
+            positions = zip(spec.positions, spec.names, strict=True)
+            owners.update({_memory(args[position]): name for position, name in positions})
+        for position in returned:
+            memory = _memory(results[position])
+            if memory is not None and memory in owners:
+                raise CachedValueWrittenError(
+                    f"the compiled code of {call.owner} returned memory of {owners[memory]} as "
+                    f"result {position}: {ADVICE}"
+                )
+        return results
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _memory(value: Any) -> int | None:
+    """Returns the address of a tensor's storage; None for anything else."""
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.layout is not torch.strided
+        or not value.numel()
+    ):
+        return None
+    # The storage's own ``data_ptr`` would count as a write to a weight.
+    return int(data_address(value) - value.storage_offset() * value.element_size())
+
+
+def checked_backward(compiled: Any, owner: str) -> Any:
+    """Returns a compiled backward that checks cached values after each run."""
+
+    def run(boxed_args: list[Any]) -> Any:
+        check_values("code that ran since the latest call")
+        result = compiled(boxed_args)
+        check_values(f"the compiled backward of {owner}")
+        return result
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
