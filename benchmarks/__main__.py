@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amp_fx.devices.low_dtypes import processor_name
 from benchmarks.comparison import compare
 from benchmarks.contenders import BY_NAME, CONTENDERS, Settings
 from benchmarks.workloads import CASES
@@ -30,9 +29,11 @@ def main(argv: Sequence[str]) -> int:
     parsed = _parse(argv)
     fields = dataclasses.fields(Settings)
     settings = Settings(**{field.name: getattr(parsed, field.name) for field in fields})
+    module = torch.get_device_module(settings.device)  # the CPU has no name, but instructions
+    name = getattr(module, "get_device_name", torch.backends.cpu.get_cpu_capability)()
     report = {
         "command": shlex.join(["python", "-m", "benchmarks", *argv]),
-        "machine": f"{_name(settings.device)}, threads: {torch.get_num_threads()}",
+        "machine": f"{name}, threads: {torch.get_num_threads()}",
         "torch": torch.__version__,
     }
     sys.stdout.write("".join(f"{name}: {fact}\n" for name, fact in report.items()))
@@ -49,10 +50,6 @@ def main(argv: Sequence[str]) -> int:
                 data = {**report, "comparisons": comparisons}
                 parsed.json.write_text(json.dumps(data, indent=1) + "\n")
     return int(any(row["failures"] for row in comparisons))
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -1,11 +1,10 @@
-"""Identifies the processor, and warns about devices without bfloat16 support."""
+"""Identifies units for low dtypes, and warns about devices without bfloat16 support."""
 
 from __future__ import annotations
 
 import functools
 import platform
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,18 +13,6 @@ from amp_fx.errors import DtypeWarning
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-
-@functools.cache
-def processor_name() -> str:
-    """Returns the processor's name from Linux or from the platform module."""
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def bfloat16_units() -> list[str]:
