@@ -330,6 +330,29 @@ def a_loss_by_hand_in_the_region_and_another_term() -> Any:
     return _loss_by_hand(is_cast_before=False, is_cast_after=True)
 
 
+def _logarithm(*, is_of_loss: bool) -> Any:
+    model, head = net(), nn.Linear(16, 16)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        with torch.autocast("cpu"):
+            logs = model(x).softmax(-1).log()  # here
+            logs = logs if is_of_loss else head(logs).float().log_softmax(-1)
+        loss = -logs.gather(1, y[:, None]).float().mean()
+        loss.backward()
+
+    return step, batch(), {}
+
+
+@planted("loss_low")
+def a_logarithm_of_a_loss_by_hand() -> Any:
+    return _logarithm(is_of_loss=True)
+
+
+@sound("loss_low")
+def a_logarithm_inside_of_a_model() -> Any:
+    return _logarithm(is_of_loss=False)
+
+
 @sound("loss_low")
 def a_loss_by_hand_of_float32_values() -> Any:
     return _loss_by_hand(is_cast_before=True)

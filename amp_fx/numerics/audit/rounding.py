@@ -7,7 +7,7 @@ The function of torch that the program called distinguishes a cast in the progra
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -120,13 +120,32 @@ _CONSTANTS = ("zeros", "ones", "full", "empty", "new_", "arange", "eye", "scalar
 """Beginnings of the names of ops that read no values."""
 
 
+class _LowPart(NamedTuple):
+    """Part of a loss that was computed in low precision.
+
+    Attributes:
+        site: The line.
+        what: The function, or ``"the loss"`` for a scalar.
+        dtype: The low dtype.
+        is_in_region: Whether an autocast region was active.
+    """
+
+    site: NodeLocation
+    what: str
+    dtype: torch.dtype
+    is_in_region: bool
+
+
+_LOSS = "the loss"
+_LOGARITHMS = frozenset(("log", "log2", "log10", "log1p"))
+
+
 class LossRule(Rule):
     """Finds ``loss_low``."""
 
     def __init__(self, roundings: Roundings) -> None:
         self._roundings = roundings
-        self._scalars: Marks[tuple[NodeLocation, torch.dtype, bool]] = Marks()
-        """Where scalars were computed in low precision, and whether in an autocast region."""
+        self._parts: Marks[_LowPart] = Marks()
 
     def see(self, event: Event) -> None:
         """Examines the inputs of losses and norms."""
@@ -142,23 +161,32 @@ class LossRule(Rule):
                 self._add(event.site, event.function, rounding.dtype, rounding.cast)
             elif is_loss and is_off and is_below_float32(tensor.dtype):
                 self._add(event.site, event.function, tensor.dtype)
-        scalars = (self._scalars.get(tensor) for tensor in event.floats)
-        earlier = next(filter(None, scalars), None)  # of a part of the loss
+        self._see_part(event, is_in_region=not is_off)
+
+    def _see_part(self, event: Event, *, is_in_region: bool) -> None:
+        """Notes scalars and logarithms of low precision, and what is computed from them."""
+        parts = [self._parts.get(tensor) for tensor in event.floats]
+        earlier = next(filter(None, parts), None)
+        is_log = event.function in _LOGARITHMS and any(
+            is_below_float32(t.dtype) for t in event.floats
+        )
         for result in event.results:
-            if result.numel() != 1 or not result.is_floating_point():
+            if not result.is_floating_point():
                 continue
-            self._scalars.pop(result)
-            if is_below_float32(result.dtype):
-                self._scalars.put(result, (event.site, result.dtype, not is_off))
-            elif earlier is not None:
-                self._scalars.put(result, earlier)
+            is_scalar = result.numel() == 1
+            self._parts.pop(result)
+            if is_log or (is_scalar and is_below_float32(result.dtype) and earlier is None):
+                what = event.function if is_log else _LOSS
+                dtype = event.floats[0].dtype if is_log else result.dtype
+                self._parts.put(result, _LowPart(event.site, what, dtype, is_in_region))
+            elif earlier is not None and not event.flops and (is_scalar or earlier.what != _LOSS):
+                self._parts.put(result, earlier)
 
     def see_root(self, root: torch.Tensor) -> None:
         """Examines the tensor that a backward begins with."""
-        found = self._scalars.get(root)
-        if found is not None:
-            site, dtype, is_in_region = found
-            self._add(site, "the loss", dtype, is_in_region=is_in_region)
+        part = self._parts.get(root)
+        if part is not None:
+            self._add(part.site, part.what, part.dtype, is_in_region=part.is_in_region)
 
     def _add(
         self,
