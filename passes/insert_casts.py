@@ -17,6 +17,7 @@ rewritten as graphs; those of ``torch.compiler.nested_compile_region`` once per 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -60,7 +61,7 @@ from amp_fx.graphs.loops import (
     restore_states,
 )
 from amp_fx.graphs.metadata import CAPTURED, DECISIONS, ISLAND, SITE
-from amp_fx.graphs.mixtures import MixtureProbe
+from amp_fx.graphs.mixtures import reject_mixture
 from amp_fx.graphs.range_guard import clamp_fill_value, reason_for_float32, record_range
 from amp_fx.graphs.shared_bodies import (
     SharedBodies,
@@ -69,6 +70,7 @@ from amp_fx.graphs.shared_bodies import (
     inline_shared_bodies,
 )
 from amp_fx.graphs.values import (
+    RejectedMixtureError,
     adopt_captured,
     analysis,
     argument_values,
@@ -88,8 +90,11 @@ from amp_fx.passes.base import PassResult
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.restore_outputs import RestoreOutputs
 from amp_fx.regions.module_stack import NO_FRAME
+from amp_fx.torch_private.ops import HigherOrderOperator
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from amp_fx.graphs.conditions import Condition
     from amp_fx.policies.policy import Policy
     from amp_fx.regions.module_stack import CompileFrame
@@ -150,7 +155,6 @@ class _Rewriter:
         self.decomposer = decomposer
         self.shared = shared
         self.guards_range = guards_range
-        self.probe = MixtureProbe()
         self.counts: Counter[str] = Counter()
 
     @property
@@ -196,8 +200,7 @@ class _Rewriter:
 
     def _visit_refused(self, node: fx.Node, error: NotPlainError) -> None:
         """Handles a node that cannot be decomposed, because of its input dtypes or its kind."""
-        if _inputs_changed(node) and not self.probe.takes(node):
-            self._restore_inputs(node)
+        if _inputs_changed(node) and self._restore_rejected(node):
             self._visit(node)
             return
         ISLAND.put(node, str(error))
@@ -217,10 +220,11 @@ class _Rewriter:
         if self.guards_range:
             self._guard_range(node)
         is_changed = _inputs_changed(node)
-        if is_changed and not self.probe.takes(node):
-            self._restore_inputs(node)
-            is_changed = False
         try:
+            self._evaluate(node, checks_mixtures=is_changed)
+        except RejectedMixtureError as error:
+            self._restore_inputs(node, error.written)
+            is_changed = False
             self._evaluate(node)
         except Exception as error:
             if is_changed:
@@ -237,15 +241,43 @@ class _Rewriter:
                 self._restore_inputs(node)
                 self._evaluate(node)
 
-    def _restore_inputs(self, node: fx.Node) -> None:
-        """Casts inputs back to their captured dtypes, for ops that reject mixed dtypes."""
-        for source in node.all_input_nodes:
-            self._restore_input(node, source)
+    def _restore_rejected(self, node: fx.Node) -> bool:
+        """Restores the inputs of a node if it does not accept them; returns True if so."""
+        if isinstance(node.target, HigherOrderOperator):
+            return False
+        try:
+            self._evaluate(node, checks_mixtures=True)
+        except RejectedMixtureError as error:
+            self._restore_inputs(node, error.written)
+        except Exception:  # noqa: BLE001 - a fake kernel may raise any exception
+            self._restore_inputs(node)
+        else:
+            return False
+        return True
 
-    def _restore_input(self, node: fx.Node, source: fx.Node) -> None:
-        captured = captured_value(source)
-        if isinstance(captured, torch.Tensor) and dtypes_differ(captured, value_of(source)):
-            self._cast_input(node, source, captured.dtype, CAPTURED_DTYPE)
+    def _restore_inputs(self, node: fx.Node, written: Sequence[torch.Tensor] = ()) -> None:
+        """Casts inputs back to their captured dtypes, for ops that reject mixed dtypes.
+
+        An op must write to its argument, not to a cast of it. If the rewrite lowered a written
+        argument, the other inputs are therefore cast to its new dtype instead, as ``copy_`` does.
+        """
+        storages = set(map(storage_id, written))
+        sources = [n for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)]
+        kept = [n for n in sources if storage_id(value_of(n)) in storages]
+        lowered = [n for n in kept if dtypes_differ(captured_value(n), value_of(n))]
+        for source in sources:
+            if source not in kept:
+                self._restore_input(node, source, next(iter(lowered), None))
+
+    def _restore_input(
+        self, node: fx.Node, source: fx.Node, written: fx.Node | None = None
+    ) -> None:
+        """Casts an input to its captured dtype, or to that of a written tensor."""
+        like = captured_value(source) if written is None else value_of(written)
+        value = value_of(source)
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        if is_float and dtypes_differ(like, value):
+            self._cast_input(node, source, like.dtype, CAPTURED_DTYPE)
             self.counts["inputs_restored"] += 1
 
     def _cast_input(self, node: fx.Node, source: fx.Node, dtype: torch.dtype, reason: str) -> None:
@@ -406,9 +438,16 @@ class _Rewriter:
             clamp_fill_value(node)
         self._evaluate(node)
 
-    def _evaluate(self, node: fx.Node) -> None:
-        is_grad_enabled = SITE.of(node).is_grad_enabled
-        update_value(node, self.fake_mode, is_grad_enabled=is_grad_enabled, records_writes=True)
+    def _evaluate(self, node: fx.Node, *, checks_mixtures: bool = False) -> None:
+        returns_tuple = isinstance(captured_value(node), (tuple, list))
+        check = functools.partial(reject_mixture, needs_all_results=returns_tuple)
+        update_value(
+            node,
+            self.fake_mode,
+            is_grad_enabled=SITE.of(node).is_grad_enabled,
+            records_writes=True,
+            check=check if checks_mixtures else None,
+        )
 
 
 def _input_value(node: fx.Node) -> Any:

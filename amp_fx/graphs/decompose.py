@@ -24,7 +24,7 @@ from torch.fx.node import map_aggregate, map_arg
 from amp_fx.errors import PolicyError, UnsupportedError
 from amp_fx.graphs.casts import cast_name, is_cast_call, mark_cast
 from amp_fx.graphs.metadata import CAPTURED, CAST, DECISIONS, provenance
-from amp_fx.graphs.opened_kernels import OPENED, flattened_product, is_flattened
+from amp_fx.graphs.opened_kernels import CORRECTED, OPENED, flattened_product, is_flattened
 from amp_fx.graphs.sizes import hint
 from amp_fx.graphs.values import (
     analysis,
@@ -345,7 +345,12 @@ class _PolicyTable:
             self._is_replacing = False
 
     def _decompose(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        function = _function_of(op, args)
+        if op in CORRECTED:
+            with self._replacing():
+                result = CORRECTED[op](*args, **kwargs)
+            self.num_changed += result is not NotImplemented
+            return result
+        function = self._function_of(op, args)
         if function is None:
             return NotImplemented
         num_changed = self.num_changed
@@ -353,17 +358,16 @@ class _PolicyTable:
             result = function(*args, **kwargs)
         return result if self.num_changed > num_changed else NotImplemented
 
+    def _function_of(self, op: OpOverload, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+        """Returns a function that calls the ops inside an op; None if the op is not decomposed."""
+        if op in OPENED and not any(tensor.is_nested for tensor in tensors_in(args)):
+            return OPENED[op]
+        if op._schema.is_mutable or not is_composite(op):
+            return None
+        return functools.partial(op._op_dk, _COMPOSITE)
+
 
 _COMPOSITE = DispatchKey.CompositeImplicitAutograd
-
-
-def _function_of(op: OpOverload, args: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """Returns a function that calls the ops inside an op; None if the op is not decomposed."""
-    if op in OPENED and not any(tensor.is_nested for tensor in tensors_in(args)):
-        return OPENED[op]
-    if op._schema.is_mutable or not is_composite(op):
-        return None
-    return functools.partial(op._op_dk, _COMPOSITE)
 
 
 def is_composite(op: OpOverload) -> bool:

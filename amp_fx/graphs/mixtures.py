@@ -1,70 +1,44 @@
-"""Tests whether ops accept the mixtures of dtypes that a rewrite produces.
+"""Rejects mixtures of dtypes that an op does not accept, while nodes run on fake tensors.
 
 Without an ambient region, Dynamo captures dtypes that Python code reads as float32, as in
 ``torch.zeros(n, dtype=x.dtype).index_add_(0, index, source)``. After the rewrite, another input of
 the op may be low. Some ops promote, some accept mixtures on purpose (``batch_norm``), others raise,
-and fake kernels do not show which. The real kernel is therefore run on zeros, once per op and
-mixture.
+and a few return another dtype than their fake kernel. ``tables/mixtures.py`` lists what the real
+kernels do. Ops outside of ATen accept no mixture, because nothing is known about them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import fx
-from torch.fx.node import map_aggregate, map_arg
+from amp_fx.graphs.values import RejectedMixtureError, tensors_in
+from amp_fx.policies.calls import bind, qualified_name, written_arguments
+from amp_fx.tables.mixtures import accepts, mixture_of
 
-from amp_fx.graphs.range_guard import name_of
-from amp_fx.graphs.sizes import hint, num_elements
-from amp_fx.graphs.values import call_target, captured_value, tensors_in, value_of
-from amp_fx.regions.state import no_autocast
-
-_PROMOTING = frozenset(
-    name + suffix for name in ("add", "sub", "mul", "div", "truediv") for suffix in ("", "_")
-) | frozenset(("iadd", "isub", "imul", "itruediv", "getitem", "setitem"))
-
-_MAX_ELEMENTS = 2**26
-"""Maximum number of elements to test with: 256 MB of zeros."""
+if TYPE_CHECKING:
+    from amp_fx.torch_private.ops import OpOverload
 
 
-class MixtureProbe:
-    """Tests of one graph's ops, each run once."""
+def reject_mixture(
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], *, needs_all_results: bool
+) -> None:
+    """Raises if an op does not accept the dtypes of its arguments.
 
-    def __init__(self) -> None:
-        self._results: dict[Any, bool] = {}
+    Args:
+        op: The op that is about to run.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        needs_all_results: Whether results other than the first are used.
 
-    def takes(self, node: fx.Node) -> bool:
-        """Returns True if a node's op accepts the current dtypes of its inputs.
-
-        Also returns True if the dtypes are equal, or if the op cannot run on this machine even
-        with the captured dtypes.
-        """
-        dtypes = tuple(t.dtype for n in node.all_input_nodes for t in tensors_in(value_of(n)))
-        if len({d for d in dtypes if d.is_floating_point}) < 2 or name_of(node) in _PROMOTING:
-            return True
-        key = (node.op, node.target, dtypes)
-        if key not in self._results:
-            self._results[key] = _runs(node, value_of) or not _runs(node, captured_value)
-        return self._results[key]
-
-
-def _runs(node: fx.Node, value: Any) -> bool:
-    """Returns True if a node's op runs on the CPU, on zeros with the metadata of its inputs."""
-    inputs = {n: value(n) for n in node.all_input_nodes}
-    if sum(num_elements(t) for t in tensors_in(list(inputs.values()))) > _MAX_ELEMENTS:
-        return True
-    zeros = {n: map_aggregate(v, _zeros_like) for n, v in inputs.items()}
-    args, kwargs = map_arg((node.args, node.kwargs), zeros.__getitem__)
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), no_autocast():
-            call_target(node, args, kwargs)
-    except (RuntimeError, TypeError, ValueError, IndexError):
-        return False
-    return True
-
-
-def _zeros_like(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return torch.zeros([hint(size) for size in value.size()], dtype=value.dtype)
-    return hint(value)
+    Raises:
+        RejectedMixtureError: The op does not accept the dtypes.
+    """
+    if op.namespace == "amp_fx":
+        return
+    mixture = mixture_of(tensor.dtype for tensor in tensors_in(args, kwargs))
+    name = qualified_name(op)
+    if mixture is None or accepts(name, mixture, needs_all_results=needs_all_results):
+        return
+    arguments = bind(op, args, kwargs)
+    written = tensors_in([arguments.get(argument) for argument in written_arguments(op)])
+    raise RejectedMixtureError(f"{name} does not accept {mixture}", written)

@@ -157,6 +157,49 @@ OPENED: Mapping[Any, Callable[..., Any]] = {
 }
 """Traceable versions by op. Their arguments must not require gradients."""
 
+
+def normal(
+    mean: torch.Tensor, std: torch.Tensor, *, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """Version of ``aten::normal.Tensor_Tensor`` for a mean of a lower dtype than ``std``.
+
+    The kernel returns the dtype of the mean, unlike its fake kernel. Calls the same ops as
+    ``normal_impl`` in ``ATen/native/DistributionTemplates.h``.
+    """
+    if torch.result_type(mean, std) == mean.dtype:
+        return NotImplemented  # type: ignore[no-any-return]
+    shape = torch.broadcast_shapes(mean.shape, std.shape)  # type: ignore[no-untyped-call]
+    samples = torch.empty(shape, dtype=mean.dtype, device=mean.device)
+    samples.normal_(generator=generator).mul_(std.detach()).add_(mean.detach())
+    # The gradients of both arguments are zero, not None.
+    never = torch.zeros((), dtype=torch.bool, device=mean.device)
+    return torch.where(never, torch.where(never, mean, std.to(mean.dtype)), samples)
+
+
+def addr(
+    x: torch.Tensor, vec1: torch.Tensor, vec2: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    """Version of ``aten::addr`` for a matrix without dimensions and vectors of a lower dtype.
+
+    The kernel returns the dtype of the matrix. Its fake kernel ignores tensors without dimensions.
+    """
+    is_promised = torch.promote_types(vec1.dtype, vec2.dtype) == x.dtype or x.dim() > 0
+    if is_promised or not vec1.is_floating_point():
+        return NotImplemented  # type: ignore[no-any-return]
+    dtype = torch.promote_types(x.dtype, torch.promote_types(vec1.dtype, vec2.dtype))
+    return torch.addr(x.to(dtype), vec1.to(dtype), vec2.to(dtype), beta=beta, alpha=alpha)
+
+
+CORRECTED: Mapping[Any, Callable[..., Any]] = {
+    _aten.normal.Tensor_Tensor: normal,
+    _aten.addr.default: addr,
+}
+"""Versions by op, where a mixture of dtypes gives another dtype than the fake kernel promises.
+
+They return ``NotImplemented`` for other calls. ``tests/tables/test_mixtures.py`` finds such ops.
+"""
+
+
 _WITH_PRODUCTS: Mapping[Any, Callable[..., Any]] = {
     _aten._native_multi_head_attention.default: self_attention,
     _aten._addmm_activation.default: activated_product,

@@ -29,7 +29,7 @@ from amp_fx.torch_private.modes import TorchDispatchMode
 from amp_fx.torch_private.ops import OpOverload, OpOverloadPacket, returns_alias
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from amp_fx.torch_private.fake_tensors import FakeTensorMode
 
@@ -125,6 +125,8 @@ def call_on_fakes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Calls the target of a node on fake tensors."""
     try:
         return call_target(node, args, kwargs)
+    except RejectedMixtureError:
+        raise
     except Exception:
         # Some C++ kernels accept no symbolic sizes (``upsample_*.vec``), others read numbers
         # (``one_hot`` in ``torch.func.grad``). Tracing works with the Python dispatcher. It is
@@ -145,9 +147,25 @@ def detect_fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
     return None
 
 
+class RejectedMixtureError(Exception):
+    """Raised by the ``check`` of ``analysis`` for an op that does not accept its dtypes.
+
+    Attributes:
+        written: Arguments that the op writes to, which must not be replaced by casts.
+    """
+
+    def __init__(self, message: str, written: Sequence[torch.Tensor]) -> None:
+        super().__init__(message)
+        self.written = written
+
+
 @contextlib.contextmanager
 def analysis(
-    fake_mode: FakeTensorMode | None, *, is_grad_enabled: bool, records_writes: bool = False
+    fake_mode: FakeTensorMode | None,
+    *,
+    is_grad_enabled: bool,
+    records_writes: bool = False,
+    check: Callable[..., None] | None = None,
 ) -> Iterator[None]:
     """Context for evaluating nodes, with fake tensors, autocast off and the program's grad mode.
 
@@ -155,6 +173,8 @@ def analysis(
         fake_mode: The fake mode of the graph's values.
         is_grad_enabled: Whether the program records gradients.
         records_writes: Whether ``version_of`` includes writes through ``.data``.
+        check: Called with each ATen-level op and its arguments before the op runs; only with
+            ``records_writes``.
     """
     with contextlib.ExitStack() as stack:
         if fake_mode is not None:
@@ -162,7 +182,7 @@ def analysis(
             if fake_mode.shape_env is not None:
                 stack.enter_context(fake_mode.shape_env.ignore_fresh_unbacked_symbols())
             if records_writes:
-                stack.enter_context(_WriteRecorder(fake_mode))
+                stack.enter_context(_WriteRecorder(fake_mode, check))
         stack.enter_context(_without_warnings())
         stack.enter_context(saved_tensors_hooks_tracing())
         stack.enter_context(no_autocast())
@@ -210,14 +230,20 @@ _BATCH_NORMS = (
 
 
 class _WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts writes per storage, including those through ``.data`` and detached aliases."""
+    """Counts writes per storage, including those through ``.data`` and detached aliases.
 
-    def __init__(self, fake_mode: FakeTensorMode) -> None:
+    Calls ``check`` before each op.
+    """
+
+    def __init__(self, fake_mode: FakeTensorMode, check: Callable[..., None] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._check = check
         self._counts = _num_writes.setdefault(fake_mode, Counter())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._check is not None:
+            self._check(func, args, kwargs)
         if func.overloadpacket in _BATCH_NORMS and args[5]:
             self._counts.update(storage_id(t) for t in args[3:5] if t is not None)
         if func._schema.is_mutable:
@@ -271,9 +297,12 @@ def update_value(
     *,
     is_grad_enabled: bool,
     records_writes: bool = False,
+    check: Callable[..., None] | None = None,
 ) -> None:
     """Computes and sets the value of a call node; the arguments are those of ``analysis``."""
-    with analysis(fake_mode, is_grad_enabled=is_grad_enabled, records_writes=records_writes):
+    with analysis(
+        fake_mode, is_grad_enabled=is_grad_enabled, records_writes=records_writes, check=check
+    ):
         set_value(node, evaluate(node))
 
 

@@ -21,19 +21,20 @@ from amp_fx.tables.op_names import is_functional, ops, overloads_by_packet
 from amp_fx.tables.products import MODULE_PRESETS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from amp_fx.tables.cast_policy import Table
 
 Version: TypeAlias = tuple[int, int]
 """A torch version without its patch number, such as ``(2, 13)``."""
 
-_FOLDER = Path(__file__).parent / "measured"
+MEASURED = Path(__file__).parent / "measured"
+"""Folder of the measured files: one per torch version for policies, and one for mixtures."""
 
 
 def measured_file(version: Version) -> Path:
     """Returns the path of a torch version's file, which ``tests.tables.measure`` writes."""
-    return _FOLDER / "torch-{}.{}.json".format(*version)
+    return MEASURED / "torch-{}.{}.json".format(*version)
 
 
 def _version(text: str) -> Version:
@@ -41,7 +42,9 @@ def _version(text: str) -> Version:
     return int(major), int(minor)
 
 
-VERSIONS: tuple[Version, ...] = tuple(sorted(_version(path.name) for path in _FOLDER.iterdir()))
+VERSIONS: tuple[Version, ...] = tuple(
+    sorted(_version(path.name) for path in MEASURED.glob("torch-*"))
+)
 """Supported torch versions: those with a file."""
 
 
@@ -50,9 +53,9 @@ def torch_version() -> Version:
     return _version(torch.__version__)
 
 
-def nearest(version: Version) -> Version:
+def nearest(version: Version, versions: Sequence[Version] = VERSIONS) -> Version:
     """Returns the newest version with a file that is not newer than ``version``."""
-    return max((other for other in VERSIONS if other <= version), default=VERSIONS[0])
+    return max((other for other in versions if other <= version), default=versions[0])
 
 
 def warn_unknown_torch(version: Version | None = None) -> None:

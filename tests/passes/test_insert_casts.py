@@ -28,7 +28,7 @@ from tests.programs import (
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from amp_fx.graphs.decompose import Site
@@ -142,14 +142,67 @@ NO_MIXTURE = {
     "index_add": lambda x, w: (x @ w).index_add(0, torch.tensor([0]), w[:1]),
     "index_put": lambda x, w: (x @ w).index_put((torch.tensor([0]),), w[:1]),
     "region switched off": product_with_autocast_off,
+    "mask": lambda x, w: written(w, lambda y: y.__setitem__(w > 0, (x @ w)[w > 0].clone())),
+    "index": lambda x, w: written(w, lambda y: y.__setitem__(torch.tensor([1, 0, 2, 3]), x @ w)),
+    "list": lambda x, w: written(w, lambda y: y.__setitem__([0, 2], (x @ w)[:2])),
+    "slice": lambda x, w: written(w, lambda y: y.__setitem__(slice(2), (x @ w)[:2])),
+    "column": lambda x, w: written(
+        w, lambda y: y.__setitem__((slice(None), torch.tensor([1])), (x @ w)[:, :1])
+    ),
+    "copy_": lambda x, w: written(w, lambda y: y.copy_(x @ w)),
+    "index_put_": lambda x, w: written(
+        w, lambda y: y.index_put_((torch.tensor([0]),), (x @ w)[:1], accumulate=True)
+    ),
+    "masked_scatter_": lambda x, w: written(w, lambda y: y.masked_scatter_(w > 0, x @ w)),
+    "scatter_": lambda x, w: written(w, lambda y: y.scatter_(0, w.long() * 0, x @ w)),
+    "scatter_reduce": lambda x, w: w.scatter_reduce(0, w.long() * 0, x @ w, "sum"),
+    "where": lambda x, w: torch.where(w > 0, x @ w, w),
+    "cat": lambda x, w: torch.cat([x @ w, w]),
+    "low target, index": lambda x, w: written(
+        x @ w, lambda y: y.__setitem__(torch.tensor([1, 0]), w[:2])
+    ),
+    "low target, index_add_": lambda x, w: written(
+        x @ w, lambda y: y.index_add_(0, torch.tensor([0, 1]), w[:2])
+    ),
+    "low target, through a view": lambda x, w: written(
+        x @ w, lambda y: y[:2].index_copy_(0, torch.tensor([1, 0]), w[:2])
+    ),
+    "normal": lambda x, w: torch.normal(x @ w, w * 0),
+    "addr": lambda x, w: torch.addr(torch.tensor(2.0), (x @ w)[0], (x @ w)[1]),
+    "custom op": lambda x, w: torch.ops.amp_fx_test_mixtures.sub(x @ w, w),
 }
+
+
+def written(target: torch.Tensor, write: Callable[[torch.Tensor], object]) -> torch.Tensor:
+    """A copy of a tensor after a write."""
+    target = target.clone()
+    write(target)
+    return target
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _op_of_one_dtype() -> Iterator[None]:
+    """A custom op that accepts no mixture, as its fake kernel does not say; it may not be tried."""
+    with torch.library._scoped_library("amp_fx_test_mixtures", "DEF") as library:
+        library.define("sub(Tensor x, Tensor y) -> Tensor")
+
+        def kernel(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            assert x.dtype == y.dtype
+            assert not (x == 0).all(), "called on zeros"
+            return x - y
+
+        library.impl("sub", kernel, "CPU")
+        library.impl("sub", lambda x, y: x - y, "Meta")
+        yield
 
 
 @pytest.mark.parametrize("program", NO_MIXTURE.values(), ids=NO_MIXTURE)
 def test_bare_way_runs_what_takes_no_mixture(rng: torch.Generator, program: Program) -> None:
     """Captured as float32 throughout, so that it must run although an input became low."""
-    result = compiled(program)(square(rng), square(rng))
+    args = square(rng).detach(), square(rng).detach()
+    result = compiled(program)(*args)
     assert result.dtype == torch.float32
+    torch.testing.assert_close(result, program(*args), rtol=0.03, atol=0.03)
 
 
 UNTOUCHED = {
