@@ -24,7 +24,13 @@ from torch.fx.node import map_aggregate, map_arg
 from amp_fx.errors import PolicyError, UnsupportedError
 from amp_fx.graphs.casts import cast_name, is_cast_call, mark_cast
 from amp_fx.graphs.metadata import CAPTURED, CAST, DECISIONS, provenance
-from amp_fx.graphs.opened_kernels import CORRECTED, OPENED, flattened_product, is_flattened
+from amp_fx.graphs.opened_kernels import (
+    CORRECTED,
+    OPENED,
+    flattened_product,
+    is_flattened,
+    lstm_version,
+)
 from amp_fx.graphs.sizes import hint
 from amp_fx.graphs.values import (
     analysis,
@@ -362,6 +368,10 @@ class _PolicyTable:
         """Returns a function that calls the ops inside an op; None if the op is not decomposed."""
         if op in OPENED and not any(tensor.is_nested for tensor in tensors_in(args)):
             return OPENED[op]
+        if op is torch.ops.aten.lstm.input:
+            low_dtype = self._state.low_dtype("cpu") if "cpu" in self._state.enabled else None
+            if version := lstm_version(args, low_dtype):
+                return version
         if op._schema.is_mutable or not is_composite(op):
             return None
         return functools.partial(op._op_dk, _COMPOSITE)

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
+from amp_fx.devices.low_dtypes import has_product_kernels
 from amp_fx.dtypes import is_low
 from amp_fx.graphs.casts import is_cacheable
-from amp_fx.graphs.values import value_of
+from amp_fx.graphs.values import tensors_in, value_of
 from amp_fx.torch_private.kernels import (
     addmm_activation,
     masked_softmax,
     native_multi_head_attention,
 )
 from amp_fx.torch_private.ops import DispatchKey, OpOverload
+from amp_fx.torch_private.recurrent import lstm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -198,6 +200,24 @@ CORRECTED: Mapping[Any, Callable[..., Any]] = {
 
 They return ``NotImplemented`` for other calls. ``tests/tables/test_mixtures.py`` finds such ops.
 """
+
+
+def lstm_version(args: tuple[Any, ...], low_dtype: torch.dtype | None) -> Callable[..., Any] | None:
+    """Returns a traceable version of ``aten::lstm.input``; None if its kernel is used.
+
+    On CPUs, the op calls ``mkldnn_rnn_layer``. AOTAutograd cannot save what its backward needs, and
+    oneDNN only has it for dtypes for which the CPU has units.
+
+    Args:
+        args: The arguments of the op.
+        low_dtype: The low dtype of the CPU; None if autocast is off there.
+    """
+    hidden, cells = args[1]
+    has_projections = hidden.size(2) != cells.size(2)  # which oneDNN lacks
+    if low_dtype is None or has_projections or hidden.device.type != "cpu":
+        return None
+    has_backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(args))
+    return lstm if has_backward or has_product_kernels(low_dtype) is False else None
 
 
 _WITH_PRODUCTS: Mapping[Any, Callable[..., Any]] = {

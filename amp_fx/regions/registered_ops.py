@@ -88,9 +88,10 @@ def report_mixture(call: Call, device_type: str) -> None:
         return
     _reported.add(name)
     log.warning(
-        "%s receives %s under autocast, which has no policy for it. If the op rejects these "
-        'dtypes, register its cast policy: amp_fx.register_op("%s", "fp32")  # or '
-        '"lower_precision_fp", "promote", "keep"',
+        "%s receives %s under autocast, which has no policy for it. Outside of regions, its inputs "
+        "are cast back to the program's dtypes. If the op rejects these dtypes in a region, or if "
+        'these casts cost too much, register its cast policy: amp_fx.register_op("%s", "fp32")  '
+        '# or "lower_precision_fp", "promote", "keep"',
         name,
         " and ".join(dtypes),
         name,

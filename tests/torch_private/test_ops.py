@@ -8,6 +8,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_fx.torch_private import kernels, ops
+from amp_fx.torch_private.recurrent import lstm
 
 aten = torch.ops.aten
 
@@ -135,3 +136,13 @@ def test_a_decomposition_can_be_left_to_the_table() -> None:
     with ops.without_decompositions([op]):
         assert is_kept()
     assert not is_kept()
+
+
+def test_lstm_is_the_op_without_a_fused_kernel(rng: torch.Generator) -> None:
+    """``decompositions.one_layer_lstm`` and its helpers take the op's arguments."""
+    net = torch.nn.LSTM(4, 3, 2, bidirectional=True)
+    x = torch.randn(5, 2, 4, generator=rng)
+    states = [torch.randn(4, 2, 3, generator=rng) for _ in range(2)]
+    weights = [weight for layer in net.all_weights for weight in layer]
+    given = (x, states, weights, True, 2, 0.0, False, True, False)
+    torch.testing.assert_close(lstm(*given), torch.lstm(*given))
