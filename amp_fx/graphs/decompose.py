@@ -25,8 +25,8 @@ from amp_fx.errors import PolicyError, UnsupportedError
 from amp_fx.graphs.casts import cast_name, is_cast_call, mark_cast
 from amp_fx.graphs.metadata import CAPTURED, CAST, DECISIONS, provenance
 from amp_fx.graphs.opened_kernels import (
-    CORRECTED,
     OPENED,
+    corrected_version,
     flattened_product,
     is_flattened,
     lstm_version,
@@ -351,11 +351,11 @@ class _PolicyTable:
             self._is_replacing = False
 
     def _decompose(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if op in CORRECTED:
+        corrected = corrected_version(op, args)
+        if corrected is not None:
+            self.num_changed += 1
             with self._replacing():
-                result = CORRECTED[op](*args, **kwargs)
-            self.num_changed += result is not NotImplemented
-            return result
+                return corrected(*args, **kwargs)
         function = self._function_of(op, args)
         if function is None:
             return NotImplemented

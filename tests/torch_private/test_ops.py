@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch._dispatch.python import enable_python_dispatcher
@@ -144,5 +146,5 @@ def test_lstm_is_the_op_without_a_fused_kernel(rng: torch.Generator) -> None:
     x = torch.randn(5, 2, 4, generator=rng)
     states = [torch.randn(4, 2, 3, generator=rng) for _ in range(2)]
     weights = [weight for layer in net.all_weights for weight in layer]
-    given = (x, states, weights, True, 2, 0.0, False, True, False)
+    given: Any = (x, states, weights, True, 2, 0.0, False, True, False)
     torch.testing.assert_close(lstm(*given), torch.lstm(*given))
