@@ -11,6 +11,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
+import amp_fx
 from tests.programs import compiled
 
 if TYPE_CHECKING:
@@ -118,3 +119,38 @@ def test_a_nested_tensor_that_the_graph_makes(compiler: str, rng: torch.Generato
         found = compiled(program, compiler=compiler)(values, offsets)
     assert found.dtype == expected.dtype == torch.bfloat16
     assert torch.equal(found, expected)
+
+
+JAGGED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "linear": lambda _, y: y,
+    "where": lambda n, y: torch.where(y > 0, y, n),
+    "where, number": lambda _, y: torch.where(y > 0, y, 0.0),
+    "norm and sum": lambda n, y: torch.nn.functional.layer_norm(y.relu(), (8,)) + n,
+}
+
+
+@pytest.mark.parametrize("is_bare", [False, True])
+@pytest.mark.parametrize("function", JAGGED.values(), ids=JAGGED)
+def test_ops_of_a_nested_input(
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    is_bare: bool,
+    rng: torch.Generator,
+) -> None:
+    """Its ragged size is no number, for the rewrite and for ``explain``."""
+    weight = torch.randn(8, 8, generator=rng)
+    parts = [torch.randn(length, 8, generator=rng) for length in (2, 3)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+
+    def program(nested: torch.Tensor) -> torch.Tensor:
+        return function(nested, torch.nn.functional.linear(nested, weight)).values()
+
+    region = torch.autocast("cpu", torch.bfloat16)
+    with region:
+        expected = program(nested)
+    for compiler in ("eager", "aot_eager"):
+        torch.compiler.reset()
+        with contextlib.nullcontext() if is_bare else region:
+            found = compiled(program, compiler=compiler)(nested)
+        assert found.dtype == (torch.float32 if is_bare else expected.dtype)
+        assert torch.equal(found.to(expected.dtype), expected)
+    assert "linear" in str(amp_fx.explain(program)(nested))

@@ -15,6 +15,10 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 def num_elements(tensor: torch.Tensor) -> int:
     """Returns the number of elements of a tensor."""
+    if tensor.layout is torch.jagged:
+        tensor = tensor.values()  # the ragged size is no number
+    elif tensor.is_nested:
+        return tensor.numel()
     return int(math.prod(map(hint, tensor.shape)))
 
 
