@@ -403,13 +403,19 @@ def _changeable(where: str, op: str, listed: frozenset[str]) -> tuple[str, ...]:
     )
 
 
+_FLAGS = {"a": re.ASCII, "i": re.IGNORECASE, "m": re.MULTILINE, "s": re.DOTALL, "x": re.VERBOSE}
+
+
 def _module_pattern(pattern: object) -> str | re.Pattern[str] | type:
     if isinstance(pattern, type):
         if issubclass(pattern, torch.nn.Module):
             return pattern
         raise PolicyError(f"module {pattern!r}: expected a subclass of torch.nn.Module")
     if isinstance(pattern, re.Pattern) and isinstance(pattern.pattern, str):
-        return pattern
+        # Flags as a prefix, because files contain only the text of an expression.
+        letters = "".join(letter for letter, flag in _FLAGS.items() if pattern.flags & flag)
+        text = re.sub(r"^\(\?[aimsux]+\)", "", pattern.pattern)
+        return re.compile(f"(?{letters}){text}") if letters else pattern
     if not isinstance(pattern, str):
         raise PolicyError(
             f"module {pattern!r}: expected a glob for module paths, a compiled regular expression "

@@ -25,7 +25,14 @@ if TYPE_CHECKING:
 
 DEFAULT = Policy.default()
 OPS = ("softmax", "aten::softmax.int", "linalg_*", "*mm", "mm", "aten::exp", "layer_norm")
-MODULES = ("a.*", "*", "re:b\\.\\d+", 'quoted "key" \x7f', nn.GroupNorm, re.compile("a|b"))
+MODULES = (
+    "a.*",
+    "*",
+    "re:b\\.\\d+",
+    'quoted "key" \x7f',
+    nn.GroupNorm,
+    re.compile("a|b", re.IGNORECASE | re.VERBOSE),
+)
 
 
 def values(policies: Any) -> st.SearchStrategy[str]:
