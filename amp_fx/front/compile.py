@@ -17,7 +17,7 @@ import torch
 
 from amp_fx.eager.region import check_device_type
 from amp_fx.errors import ArgumentTypeError, OptionError, did_you_mean
-from amp_fx.front.settings import RegionSettings, is_missing
+from amp_fx.front.settings import RegionSettings, is_missing, unwrap
 from amp_fx.options import NAMES, Options, as_low_dtype, as_output_dtype
 from amp_fx.policies.policy import as_policy
 
@@ -71,8 +71,13 @@ def compile(  # noqa: A001
 ) -> Any:
     """Compiles a module or function in mixed precision, with a region around every call.
 
+    The region is the innermost one, as regions of ``torch.autocast`` nest: a call inside
+    ``torch.autocast(..., enabled=False)`` runs in mixed precision, too. Only a program that is
+    compiled with ``torch.compile(..., backend="amp_fx")`` is turned off by such a region.
+
     Args:
-        model: A module or a function. If omitted, returns a decorator.
+        model: A module or a function. If omitted, returns a decorator. If it is compiled already,
+            its original is compiled with the new settings.
         device_type: Device type of the region. Defaults to the accelerator of the module or of an
             argument of the call, else the CPU. ``"cuda"`` on a machine without CUDA disables the
             region with a warning.
@@ -134,6 +139,7 @@ def _compile(target: Any, settings: RegionSettings, kwargs: dict[str, Any]) -> A
         raise ArgumentTypeError(
             f"amp_fx.compile expects a torch.nn.Module or a function, got {text}"
         )
+    target, _ = unwrap(target, "amp_fx.compile")
     with _LOOKUP:
         compiled = torch.compile(target, **kwargs)
     if not isinstance(target, torch.nn.Module):

@@ -213,9 +213,42 @@ def test_device_of_the_region(x: torch.Tensor) -> None:
 
 
 def test_inside_a_disabled_region(x: torch.Tensor) -> None:
-    ours = amp_fx.compile(nn.Linear(4, 4), **EAGER)
+    """The region of a call is the innermost one, as regions of ``torch.autocast`` nest."""
+    layer = nn.Linear(4, 4)
+    with torch.autocast("cpu", enabled=False), torch.autocast("cpu", bf16):
+        expected = layer(x)
     with torch.autocast("cpu", enabled=False):
-        assert ours(x).dtype == bf16
+        assert torch.equal(amp_fx.compile(layer, **EAGER)(x), expected)
+        bare: Any = torch.compile(layer, backend="amp_fx", options={"compiler": "eager"})
+        assert torch.equal(bare(x), layer(x))
+
+
+def compiled_natively(program: Any) -> Any:
+    return torch.compile(program, backend="eager")
+
+
+def compiled_in_float16(program: Any) -> Any:
+    return amp_fx.compile(program, dtype="float16", **EAGER)
+
+
+@pytest.mark.parametrize("first", [compiled_natively, compiled_in_float16])
+@pytest.mark.parametrize("is_module", [True, False])
+def test_a_compiled_program_is_compiled_anew(first: Any, is_module: bool, x: torch.Tensor) -> None:
+    """The settings are those of the last call alone."""
+    layer = nn.Linear(4, 4)
+
+    def program(x: torch.Tensor) -> Any:
+        return layer(x)
+
+    original: Any = layer if is_module else program
+    ours = amp_fx.compile(first(original), **EAGER)
+    assert torch.equal(ours(x), eager(lambda: layer(x)))
+    assert isinstance(ours, nn.Module) == is_module
+    again = amp_fx.compile(amp_fx.compile(ours, output_dtype="original", **EAGER), **EAGER)
+    assert torch.equal(again(x), ours(x))
+    assert again(x).dtype == bf16
+    if is_module:
+        assert [*ours.state_dict()] == [*first(layer).state_dict()]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
