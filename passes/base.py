@@ -11,6 +11,8 @@ if TYPE_CHECKING:
 
     from torch import fx
 
+    from amp_fx.regions.module_stack import CompileFrame
+
 
 @dataclasses.dataclass(frozen=True)
 class PassResult:
@@ -44,8 +46,11 @@ class Observer(Protocol):
         """Called after each pass."""
         ...
 
-    def fell_back(self, error: Exception, graph: fx.Graph) -> None:
-        """Called if the graph cannot be rewritten and will run under native autocast."""
+    def fell_back(self, error: Exception, graph: fx.Graph, frame: CompileFrame) -> None:
+        """Called if the graph cannot be rewritten and will run under native autocast.
+
+        ``frame`` has the modules around the graph.
+        """
         ...
 
     def rewritten(self, reports: Sequence[PassReport]) -> None:

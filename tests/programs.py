@@ -266,7 +266,7 @@ def decisions_of(
     found: list[Decided] = []
 
     def backend(gm: fx.GraphModule, _: Sequence[Any]) -> Program:
-        frame = compile_frame()
+        frame = compile_frame(gm)
         run_passes(
             gm, default_passes(policy, site(dtype), restores_outputs=True, frame=frame), check=True
         )

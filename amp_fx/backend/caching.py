@@ -541,7 +541,9 @@ def caching(
     is_allowed = options.weight_cache and found.state.cache_enabled
     if is_allowed and options.compiler != "eager":
         stored = set() if options.freezing else stored_tensors(found.frame.modules())
-        weights = cacheable_weights(captured, found.gm, example_inputs, stored=stored)
+        weights = cacheable_weights(
+            captured, found.gm, example_inputs, frame=found.frame, stored=stored
+        )
     trained = {
         i
         for i, example in enumerate(example_inputs)

@@ -17,9 +17,11 @@ from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.places import op_name, place_of
 from amp_fx.graphs.shared_bodies import inline_shared_bodies
 from amp_fx.graphs.values import captured_dtype, remember_captured
+from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
+    from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.regions.state import AutocastState
 
 log = logging.getLogger("amp_fx.fallback")
@@ -62,10 +64,10 @@ def _restore_outputs(graph: fx.Graph) -> None:
             output.replace_input_with(node, restored)
 
 
-def warn_fallback(error: Exception, graph: fx.Graph) -> None:
+def warn_fallback(error: Exception, graph: fx.Graph, frame: CompileFrame = NO_FRAME) -> None:
     """Warns once per cause that a graph could not be rewritten."""
     head = "a graph runs under native autocast because it could not be rewritten"
-    _warn_once(head, str(error), error, graph)
+    _warn_once(head, str(error), error, graph, frame)
 
 
 def warn_eager(error: Exception, compiler: str, graph: fx.Graph, what: str = "graph") -> None:
@@ -123,7 +125,9 @@ def _first_lines(error: Exception) -> str:
     return ", ".join(lines[:1] + targets) or "no message"
 
 
-def _warn_once(head: str, reason: str, error: Exception, graph: fx.Graph) -> None:
+def _warn_once(
+    head: str, reason: str, error: Exception, graph: fx.Graph, frame: CompileFrame = NO_FRAME
+) -> None:
     if (head, reason) in _seen:
         return
     _seen.add((head, reason))
@@ -131,14 +135,14 @@ def _warn_once(head: str, reason: str, error: Exception, graph: fx.Graph) -> Non
         '%s: %s%s (TORCH_LOGS="+amp_fx" shows more; options={"fallback": False} raises instead)',
         head,
         reason,
-        describe_place(error, graph),
+        describe_place(error, graph, frame),
     )
 
 
 _seen: set[tuple[str, str]] = set()
 
 
-def describe_place(error: BaseException, graph: fx.Graph) -> str:
+def describe_place(error: BaseException, graph: fx.Graph, frame: CompileFrame = NO_FRAME) -> str:
     """Describes the place of an error in the user's program: op, module path, source line.
 
     The place is that of the node being processed, else of a node that the message names, else of
@@ -147,11 +151,11 @@ def describe_place(error: BaseException, graph: fx.Graph) -> str:
     calls = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
     node = _node_in_traceback(error) or _named_node(str(error), calls)
     if node is not None:
-        return f"; at {op_name(node)}{_place(node)}"
+        return f"; at {op_name(node)}{_place(node, frame)}"
     placed = [node for node in calls if node.meta.get("stack_trace") and not _is_ours(node)]
-    return (
-        f"; in the graph that begins at {op_name(placed[0])}{_place(placed[0])}" if placed else ""
-    )
+    if not placed:
+        return ""
+    return f"; in the graph that begins at {op_name(placed[0])}{_place(placed[0], frame)}"
 
 
 def _is_ours(node: fx.Node) -> bool:
@@ -176,7 +180,7 @@ def _named_node(message: str, calls: list[fx.Node]) -> fx.Node | None:
     return next((node for node in ops if str(node.target) in message), None)
 
 
-def _place(node: fx.Node) -> str:
-    place = place_of(node)
+def _place(node: fx.Node, frame: CompileFrame) -> str:
+    place = place_of(node, frame)
     module = f" in {place.module}" if place.module else ""
     return module + (f" ({place.file}:{place.line})" if place.file else "")

@@ -12,6 +12,7 @@ from torch import fx
 from amp_fx.backend.fallback import as_native_region, warn_fallback
 from amp_fx.backend.numerics import is_strict
 from amp_fx.backend.pipeline import default_passes, run_passes, with_added
+from amp_fx.backend.unused_patterns import warn_unused
 from amp_fx.errors import PassError
 from amp_fx.graphs.bodies import copy_graph_module, enters_regions, has_shared_bodies
 from amp_fx.graphs.decompose import Site
@@ -27,9 +28,8 @@ from amp_fx.policies.policy import preset
 from amp_fx.regions.module_stack import (
     compile_frame,
     ends_at_graph_break,
-    guard_module,
+    guard_modules,
     linear_ends,
-    warn_unused,
 )
 from amp_fx.regions.policy_numbers import pin
 from amp_fx.regions.state import AutocastState, in_disabled_region, no_autocast
@@ -81,10 +81,9 @@ def rewrite(
     policy = state.policy or options.policy
     if state.policy is not None:
         pin(state.policy)
-    frame = compile_frame()
+    frame = compile_frame(gm)
     if policy.resolver.depends_on_module:
-        guard_module(frame)
-        warn_unused(policy, frame, gm)
+        guard_modules(frame)
     restores_outputs = not ambient.enabled and (
         options.output_dtype == "original" or ends_at_graph_break()
     )
@@ -102,7 +101,9 @@ def rewrite(
     )
     passes = with_added(built_in, options.passes, options.disable_passes)
     with no_autocast():
-        rewritten = _run_passes(gm, passes, options, observer)
+        rewritten = _run_passes(gm, passes, options, observer, frame)
+        if rewritten is not None and policy.modules:
+            warn_unused(policy, frame, rewritten)
         if rewritten is None:
             rewritten = copy_graph_module(gm)
             rewritten = as_native_region(rewritten, state, restores_outputs=restores_outputs)
@@ -230,7 +231,11 @@ def _indices(devices: Iterable[torch.device], device_type: str) -> tuple[int, ..
 
 
 def _run_passes(
-    captured: fx.GraphModule, passes: Sequence[Pass], options: Options, observer: Observer
+    captured: fx.GraphModule,
+    passes: Sequence[Pass],
+    options: Options,
+    observer: Observer,
+    frame: CompileFrame,
 ) -> fx.GraphModule | None:
     """Returns a rewritten copy of a graph; None if a pass failed and ``fallback`` is on."""
     gm = copy_graph_module(captured)
@@ -241,7 +246,7 @@ def _run_passes(
         if not options.fallback:
             raise
         log.debug("falling back", exc_info=True)
-        observer.fell_back(error, captured.graph)
+        observer.fell_back(error, captured.graph, frame)
         return None
     observer.rewritten(reports)
     return gm
@@ -253,9 +258,9 @@ class Reporting:
     def after_pass(self, report: PassReport, gm: fx.GraphModule) -> None:
         """Does nothing: the runner logs each pass."""
 
-    def fell_back(self, error: Exception, graph: fx.Graph) -> None:
+    def fell_back(self, error: Exception, graph: fx.Graph, frame: CompileFrame) -> None:
         """Warns once per cause."""
-        warn_fallback(error, graph)
+        warn_fallback(error, graph, frame)
 
     def rewritten(self, reports: Sequence[PassReport]) -> None:
         """Adds the counts of all passes to ``amp_fx.stats``."""

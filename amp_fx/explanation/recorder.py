@@ -121,7 +121,12 @@ class GraphRecorder:
                     source, users = node.all_input_nodes[0], tuple(node.users)
                     self.seen.casts[node] = SeenCast(node, cast, source, users)
 
-    def fell_back(self, error: Exception, graph: fx.Graph) -> None:  # noqa: ARG002
+    def fell_back(
+        self,
+        error: Exception,
+        graph: fx.Graph,  # noqa: ARG002
+        frame: CompileFrame,  # noqa: ARG002
+    ) -> None:
         """Discards the records, because the captured graph runs without changes."""
         self.seen.fallback = str(error)
         self.seen.casts.clear()

@@ -305,7 +305,7 @@ def _is_whole(graphs: Sequence[SeenGraph], program: Callable[..., Any]) -> bool:
     if isinstance(program, torch.nn.Module):
         is_outermost = frame.root is program and len(frame.stack) == 1
         return is_outermost and not has_hooks(program)
-    return frame.function is not None and frame.function is getattr(program, "__code__", None)
+    return frame.is_outermost
 
 
 def has_hooks(module: torch.nn.Module) -> bool:

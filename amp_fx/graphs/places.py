@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
 
 from amp_fx.regions.module_stack import NO_FRAME, module_stack, variable_path
 from amp_fx.torch_private.ops import OpOverload
@@ -66,8 +67,14 @@ def place_of(node: fx.Node, frame: CompileFrame = NO_FRAME) -> NodeLocation:
 
 
 def _modules_around(node: fx.Node, frame: CompileFrame) -> dict[str, str]:
-    """Returns the classes of the modules around a node by path, outermost first."""
-    return {name: _class_name(kind) for _, kind, name in module_stack(node, frame)}
+    """Returns the classes of the called modules around a node by path, outermost first."""
+    entries = [entry for entry in module_stack(node, frame) if not _is_container(entry[1])]
+    return {frame.paths.shown(entry): _class_name(entry[1]) for entry in entries}
+
+
+def _is_container(kind: type | str) -> bool:
+    """Returns True for classes such as ``ModuleList``, which have no ``forward``."""
+    return getattr(kind, "forward", None) is nn.Module.forward
 
 
 def _class_name(kind: Any) -> str:
@@ -97,24 +104,17 @@ def dynamo_name(source: Any) -> str:
 
 
 def _named_argument(path: str, frame: CompileFrame) -> str:
-    """Returns the parameter name of an argument of a wrapped forward.
+    """Returns the parameter name of an argument of a wrapped function.
 
     For example, ``"args.0"`` and ``"kwargs.input_ids"`` become ``"input_ids"``.
     """
     first, _, rest = path.partition(".")
     name, _, suffix = rest.partition(".")
-    if first not in ("args", "kwargs") or not name or frame.root is None:
+    if first in frame.arguments or not name:
         return path
-    try:
-        parameters = inspect.signature(frame.root.forward).parameters
-    except (TypeError, ValueError):
-        return path
-    if first == "args":
-        names = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        if not name.isdigit() or int(name) >= len(names):
-            return path
-        name = names[int(name)]
-    elif name not in parameters:
+    if first == "args" and name.isdigit() and int(name) < len(frame.arguments):
+        name = frame.arguments[int(name)]
+    elif first != "kwargs" or not frame.arguments:
         return path
     return f"{name}.{suffix}" if suffix else name
 

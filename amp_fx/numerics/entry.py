@@ -16,7 +16,7 @@ from amp_fx.errors import OptionError, UnsupportedError
 from amp_fx.explanation.running import leaf_tensors
 from amp_fx.front.settings import policy_for, unwrap
 from amp_fx.numerics.report import AccuracyReport
-from amp_fx.numerics.running import caller_of, run_step
+from amp_fx.numerics.running import run_step
 from amp_fx.numerics.state import check_has_data
 from amp_fx.options import check_device_dtype, default_dtype, to_dtype
 from amp_fx.progress import working
@@ -175,7 +175,7 @@ def examine(
     dtype = low_dtype_of(asked, device_type)
     region = functools.partial(autocast, device_type, dtype, policy=asked.policy)
     with working(f"examining {name_of(step)} in {dtype_name(dtype)}"):
-        measured = run_step(caller_of(step), args, kwargs, asked, dtype, region)
+        measured = run_step(step, args, kwargs, asked, dtype, region)
     if asked.modules is not None and not measured["nodes"]:
         raise UnsupportedError(
             f"modules={asked.modules!r} matches no module in which an op runs in low precision"

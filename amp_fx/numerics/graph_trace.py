@@ -67,7 +67,7 @@ def traced(
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if not is_rewritten:
-            compiler = _compiler(trace, options, compile_frame(), is_wanted)
+            compiler = _compiler(trace, options, compile_frame(gm), is_wanted)
             return compiler(gm, example_inputs)  # type: ignore[no-any-return]
         gm, attributes = with_attributes_as_inputs(gm)
         given = [*example_inputs, *attributes]

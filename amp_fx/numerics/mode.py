@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from amp_fx.numerics.state import StateGuard
+    from amp_fx.regions.module_paths import ModulePaths
     from amp_fx.torch_private.ops import OpOverload
 
     Chooser = Callable[[torch.Tensor], torch.Tensor]
@@ -422,9 +423,13 @@ class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
     """Runs a program together with its shadow."""
 
     def __init__(
-        self, reference: torch.dtype, guard: StateGuard, modules: tuple[str, ...] | None = None
+        self,
+        reference: torch.dtype,
+        guard: StateGuard,
+        paths: ModulePaths,
+        modules: tuple[str, ...] | None = None,
     ) -> None:
-        super().__init__(guard)
+        super().__init__(guard, paths)
         self.shadows = Shadows(reference)
         self.seen: list[OpRecord] = []
         self.exponents: list[tuple[torch.Tensor, Measures]] = []

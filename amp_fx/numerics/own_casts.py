@@ -17,11 +17,10 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from amp_fx.front.settings import RegionSettings
-from amp_fx.numerics.running import caller_of
 from amp_fx.numerics.shadow import backend_of, compiled_with
-from amp_fx.numerics.state import has_content
 from amp_fx.options import Options
 from amp_fx.regions.state import nesting
+from amp_fx.regions.variables import has_content
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -122,8 +121,9 @@ def with_own_casts(
         settings: The settings of ``amp_fx.compile``.
     """
     if getattr(step, "_amp_fx_settings", None) is not None:
-        return settings.wrap(caller_of(target), None)  # a variable would become part of paths
+        call = target.__call__ if isinstance(target, torch.nn.Module) else target
+        return settings.wrap(call, None)
     if isinstance(target, torch.nn.Module):
-        return caller_of(step)  # a hook enters its region, as for each compiled module
+        return step  # a hook enters its region, as for each compiled module
     backend = settings_of(step)
     return target if backend is None else backend.wrap(target, None)

@@ -22,16 +22,15 @@ from torch.overrides import TorchFunctionMode
 from amp_fx.errors import PolicyError
 from amp_fx.graphs.places import NodeLocation
 from amp_fx.policies.calls import is_changeable
-from amp_fx.policies.changes import expand_ops, name_of
+from amp_fx.policies.changes import expand_ops
 from amp_fx.regions.module_stack import current_stack
-from amp_fx.torch_private.modules import code_of_module_calls
 from amp_fx.torch_private.ops import HigherOrderOperator
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from types import FrameType
 
-    from amp_fx.policies.changes import ModuleStack
+    from amp_fx.regions.module_paths import ModulePaths
 
 
 def _cond(
@@ -125,15 +124,12 @@ class Places:
 
     Args:
         notes: The function that the program called.
-        modules: Modules that the step knows.
+        paths: The modules of the program, which ``call_with_paths`` calls.
     """
 
-    def __init__(self, notes: CallNotes, modules: Iterable[torch.nn.Module] = ()) -> None:
-        self._notes = notes
+    def __init__(self, notes: CallNotes, paths: ModulePaths) -> None:
+        self._notes, self._modules = notes, paths
         self._last: tuple[int, NodeLocation] = (-1, NodeLocation())
-        self._roots: dict[int, tuple[str, torch.nn.Module]] = {}
-        """The outermost modules that were called, by ``id``, with their names."""
-        self._modules = [("", module) for module in modules]
         self._paths: dict[int, str] = {}
         self._num_roots = -1
 
@@ -142,10 +138,9 @@ class Places:
         number, site = self._last
         if self._notes.function is None or number != self._notes.number:
             stack = current_stack()
-            self._note_root(stack)
             file, line = _user_line()
             site = NodeLocation(
-                module=name_of(stack),
+                module=self._modules.shown(stack[-1]) if stack else "",
                 module_type=getattr(stack[-1][1], "__name__", "") if stack else "",
                 file=file,
                 line=line,
@@ -154,30 +149,18 @@ class Places:
             self._last = (self._notes.number, site)
         return site._replace(op=policy_op(self._notes.function, kernel))
 
-    def _note_root(self, stack: ModuleStack) -> None:
-        """Notes the outermost module that is called, for the names of its parameters."""
-        calls = [frame for frame in frames_above() if frame.f_code is _CALL] if stack else []
-        if calls:
-            root = calls[-1].f_locals["self"]
-            self._roots.setdefault(id(root), (stack[0][2], root))
-
     def path_of(self, tensor: torch.Tensor, default: str = "a leaf tensor") -> str:
         """Returns the path of a parameter or buffer, or a default."""
-        if self._num_roots != len(self._roots):
-            self._num_roots = len(self._roots)
-            self._paths.clear()
-            for prefix, root in [*self._roots.values(), *self._modules]:
-                for name, value in (*root.named_parameters(), *root.named_buffers()):
-                    path = f"{prefix}.{name}".strip(".").replace("_orig_mod.", "")
-                    self._paths.setdefault(id(value), path)
+        num_roots = len(self._modules.roots())
+        if self._num_roots != num_roots:
+            self._num_roots = num_roots
+            named = [*self._modules.named_parameters(), *self._modules.named_buffers()]
+            self._paths = {id(value): name for name, value in reversed(named)}
         return self._paths.get(id(tensor), default)
 
     def module_of(self, tensor: torch.Tensor) -> str:
         """Returns the path of the module of a parameter or buffer."""
         return self.path_of(tensor).rpartition(".")[0]
-
-
-_CALL = code_of_module_calls()
 
 
 def frames_above() -> Iterator[FrameType]:

@@ -97,7 +97,7 @@ def _check_path(path: object) -> None:
 def _eagerly(trial: Trial, trace: Trace, call: Callable[..., Any]) -> Outcome:
     """Runs a step op by op."""
     with regions_of_compiled(trial.step):
-        return trial.run(call, TraceMode(trial.guard, trace).observing)
+        return trial.run(call, TraceMode(trial.guard, trial.paths, trace).observing)
 
 
 def _compiled(

@@ -22,9 +22,10 @@ from amp_fx.torch_private.modes import DisableTorchFunction, TorchDispatchMode
 from amp_fx.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
     from amp_fx.numerics.state import StateGuard
+    from amp_fx.regions.module_paths import ModulePaths
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -33,11 +34,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
     is_paused = False
 
-    def __init__(self, guard: StateGuard, modules: Iterable[torch.nn.Module] = ()) -> None:
+    def __init__(self, guard: StateGuard, paths: ModulePaths) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.guard = guard
         self.notes = CallNotes()
-        self.places = Places(self.notes, modules)
+        self.places = Places(self.notes, paths)
         self._site_of: dict[int, NodeLocation] = {}
         self._last_number = latest_sequence_number()
 

@@ -50,6 +50,8 @@ def render(report: AccuracyReport) -> RenderableType:
     from rich.text import Text
 
     parts: list[RenderableType] = [_head(report)]
+    if report.roots:
+        parts.append(Text(f"root modules: {root_names(report.roots)}"))
     problem = report.reference_problem
     if problem is not None:
         where = f" in {problem.module}" if problem.module else ""
@@ -73,6 +75,11 @@ LEGEND = (
     "range: overflows, values flushed to zero, or powers of two left below the limit"
 )
 """The meaning of the columns."""
+
+
+def root_names(roots: Iterable[tuple[str, str]]) -> str:
+    """Returns the names and classes of root modules: ``"g (Generator), d (Critic)"``."""
+    return ", ".join(f"{name} ({kind})" for name, kind in roots)
 
 
 def _head(report: AccuracyReport) -> Text:
@@ -215,6 +222,8 @@ class AccuracyReport(Report):
             low gradients are flushed and the largest has two bits left; None if there is no such
             scale or no such gradient.
         not_examined: The ops that could not be examined.
+        roots: The names and classes of the root modules, if there are several. Each path begins
+            with the name of its root.
     """
 
     computed = ("error", "predicted_error", "gradient_error", "flushed_gradients", "suspects")
@@ -236,6 +245,7 @@ class AccuracyReport(Report):
     not_examined: tuple[UnexaminedRecord, ...]
     suggested_scale: tuple[float, float] | None = None
     is_repeatable: bool | None = None
+    roots: tuple[tuple[str, str], ...] = ()
 
     @functools.cached_property
     def suspects(self) -> tuple[Suspect, ...]:
@@ -308,7 +318,8 @@ class AccuracyReport(Report):
         Args:
             base: The policy to start from; None is the policy of the report.
         """
-        return policy_of_suspects(self.suspects, self.used_policy if base is None else base)
+        base = self.used_policy if base is None else base
+        return policy_of_suspects(self.suspects, base, dict(self.roots))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as dictionaries, lists, strings and numbers.

@@ -17,6 +17,8 @@ from amp_fx.numerics.records import GradientRecord
 from amp_fx.numerics.report import UnexaminedRecord
 from amp_fx.numerics.shadow import below_everything, is_custom, is_tracked, number_of, unwrapped
 from amp_fx.numerics.state import guard_of, undisturbed
+from amp_fx.regions.module_paths import ModulePaths, Program
+from amp_fx.regions.module_stack import call_with_paths
 from amp_fx.torch_private.autocast import DisableAutocast
 from amp_fx.torch_private.modes import DisableTorchFunction
 
@@ -228,26 +230,22 @@ def run_step(
         dtype: The low dtype.
         region: Creates the region of mixed precision for the step.
     """
-    guard = guard_of(step)
+    guard, paths = guard_of(step), ModulePaths(Program(step, args, kwargs))
+    call = functools.partial(call_with_paths, paths, step, *args, **kwargs)
     with undisturbed(guard) as rewind:
-        with region(), Recorder(guard).observing():
-            loss = loss_of(step(*args, **kwargs), asked.loss)
+        with region(), Recorder(guard, paths).observing():
+            loss = loss_of(call(), asked.loss)
         plain = None if loss is None else float(loss.detach())
         guard.check_float32()
         guard.restore()
         rewind()
-        mode = Float8ShadowMode(asked.reference, guard, asked.modules)
-        fields = _shadow_run(mode, functools.partial(step, *args, **kwargs), asked, region)
+        mode = Float8ShadowMode(asked.reference, guard, paths, asked.modules)
+        fields = _shadow_run(mode, call, paths, asked, region)
     if dtype == torch.float16:
         fields["suggested_scale"] = _suggested_scale(mode.exponents, asked.scale)
     if mode.num_healed:
         return {**fields, "loss": plain}
     return {**fields, "is_repeatable": str(plain) == str(fields["loss"])}  # a NaN equals itself
-
-
-def caller_of(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that calls a step, so that the paths of a module begin at the module."""
-    return step.__call__ if isinstance(step, torch.nn.Module) else step
 
 
 def loss_of(outputs: Any, given: Callable[[Any], Any] | None) -> torch.Tensor | None:
@@ -266,6 +264,7 @@ def loss_of(outputs: Any, given: Callable[[Any], Any] | None) -> torch.Tensor | 
 def _shadow_run(
     mode: Float8ShadowMode,
     step: Callable[[], Any],
+    paths: ModulePaths,
     asked: Asked,
     region: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> dict[str, Any]:
@@ -298,7 +297,7 @@ def _shadow_run(
         compared = [plain]
     with below_everything():
         output_error = _output_error(mode, compared)
-    gradients = _run_backward(mode, loss, floats, asked.scale)
+    gradients = call_with_paths(paths, _run_backward, mode, loss, floats, asked.scale)
     missing = mode.not_examined.items()
     return {
         **values,
@@ -307,6 +306,7 @@ def _shadow_run(
         "gradients": tuple(gradients),
         "not_examined": tuple(UnexaminedRecord(*place, why) for place, why in missing),
         "is_probed": loss is None,
+        "roots": paths.root_classes() if paths.has_several_roots else (),
     }
 
 

@@ -38,9 +38,9 @@ from amp_fx.numerics.minimizer import Minimized, Minimizer
 from amp_fx.numerics.places import is_inside
 from amp_fx.numerics.recorder import Recorder
 from amp_fx.numerics.records import flush_words, grouped, number
-from amp_fx.numerics.running import caller_of, loss_of
+from amp_fx.numerics.running import loss_of
 from amp_fx.numerics.search_result import Evaluation, SearchResult
-from amp_fx.numerics.suspects import LOW, common_pattern, weight_of, with_override
+from amp_fx.numerics.suspects import LOW, common_pattern, path_in_root, weight_of, with_override
 from amp_fx.numerics.trial import Trial
 from amp_fx.options import Options
 from amp_fx.progress import working
@@ -64,11 +64,13 @@ class Unit:
 
     Attributes:
         module: A pattern for the paths of the modules: ``"h.*.attn"``; ``"*"`` for the outermost.
+            Paths begin at a root module.
         op: The name of the op in a policy.
         why: The reason, for the file of the policy.
         order: The index of the first of its ops.
         treatment: The cast policy of this candidate; empty for that of the search.
         nodes: The ops.
+        roots: The names of the root modules that contain them, if there are several.
     """
 
     omitted = ("nodes",)
@@ -79,6 +81,7 @@ class Unit:
     order: int = dataclasses.field(compare=False)
     treatment: str = ""
     nodes: tuple[OpRecord, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    roots: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __str__(self) -> str:
         """Returns a short text: ``h.*.attn: matmul``."""
@@ -108,6 +111,24 @@ def units_of(report: AccuracyReport, keep: Sequence[str]) -> tuple[list[Unit], i
     ranked = sorted(kept, key=lambda key: (order.get(key, len(order)), -weight_of(kept[key])))
     units = [_unit(kept[key], reasons.get(key, "")) for key in ranked]
     return units, sum(key in reasons for key in ranked)
+
+
+def with_paths_in_roots(report: AccuracyReport) -> AccuracyReport:
+    """Returns a report in which all paths begin at roots, as patterns of a policy do."""
+    labels = dict(report.roots)
+    nodes = [
+        dataclasses.replace(node, module=path_in_root(node.module, labels)) for node in report.nodes
+    ]
+    return dataclasses.replace(report, nodes=tuple(nodes)) if labels else report
+
+
+def _with_roots(unit: Unit, report: AccuracyReport) -> Unit:
+    """Returns a candidate with the roots that contain its ops, given the report with labels."""
+    members = {node.index for node in unit.nodes}
+    modules = [node.module for node in report.nodes if node.index in members]
+    labels = [label for label, _ in report.roots]
+    found = [label for label in labels if any(path_in_root(m, [label]) != m for m in modules)]
+    return dataclasses.replace(unit, roots=tuple(found))
 
 
 def _groups(report: AccuracyReport) -> dict[tuple[str, str], list[OpRecord]]:
@@ -194,6 +215,11 @@ def search(
     ``lower_precision_wide``, which costs less. If the policy runs products in float8, the search
     finds those that must run in the low dtype.
 
+    Patterns of the policy begin at the modules that the step calls, so that it can be passed to
+    ``torch.compile(model, backend="amp_fx", options={"policy": result.policy})``. If the step calls
+    several models, the policy applies to each of them, and the result names those in which ops of
+    the set were found.
+
     Runs are eager, and state is restored. The last run compiles the step, outside of Dynamo's
     caches. The kernels with which eager regions follow policies for modules remain registered in
     the process. They make eager code under such policies slower.
@@ -265,13 +291,15 @@ class _Search:
 
     def run(self) -> SearchResult:
         """Finds the set."""
-        report = examine(self.step, self.asked, self.args, self.kwargs)
+        printed = examine(self.step, self.asked, self.args, self.kwargs)
+        report = with_paths_in_roots(printed)
         self.reference = self._run(None)
         self._check_repeatable()
         is_float8 = has_float8(report)
         if is_float8:
             self.treatment, self.runs_in = LOW, dtype_name(self.dtype)
-        units, num_suspects = units_of(report, self.keep)
+        keep = [path_in_root(pattern, dict(printed.roots)) for pattern in self.keep]
+        units, num_suspects = units_of(report, keep)
         found = self._minimized(units, num_suspects)
         if found.chosen is None:
             raise self._out_of_reach(found.is_spent)
@@ -293,7 +321,7 @@ class _Search:
             model=name_of(self.step),
             dtype=dtype_name(self.dtype),
             policy=policy,
-            units=chosen,
+            units=tuple(_with_roots(unit, printed) for unit in chosen),
             num_units=len(single_units(units) if is_float8 else units),
             tolerance=float(self.tolerance),
             value=value,
@@ -304,7 +332,7 @@ class _Search:
             compiler=self.compiler,
             compiled_value=self._compiled_value(policy),
             notes=tuple(self.notes),
-            report=report,
+            report=printed,
         )
 
     def _minimized(self, units: list[Unit], first: int) -> Minimized[Unit]:
@@ -412,7 +440,7 @@ class _Search:
             trial.region = functools.partial(autocast, self.device_type, self.dtype, policy=policy)
 
         # The recorder runs branches and loops as eager code.
-        eagerly = caller_of(self.step), Recorder(trial.guard).observing
+        eagerly = self.step, Recorder(trial.guard, trial.paths).observing
         with trial.undisturbed(is_eager=call is None):
             values = trial.run(*(eagerly if call is None else (call,)))
         compared = {

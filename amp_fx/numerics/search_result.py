@@ -97,8 +97,18 @@ class SearchResult(Report):
         if not self.units:
             return Group(*lines)
         is_mixed = any(unit.treatment for unit in self.units)
-        names = ("module", "op", *(("treatment",) if is_mixed else ()), "why")
+        is_spread = any(unit.roots for unit in self.units)
+        wanted = {
+            "roots": is_spread,
+            "module": True,
+            "op": True,
+            "treatment": is_mixed,
+            "why": True,
+        }
+        names = [name for name, is_wanted in wanted.items() if is_wanted]
         table = new_table(*names, folded=names)
         for unit in self.units:
-            table.add_row(*(getattr(unit, name) or "fp32" for name in names))
+            roots, treatment = ", ".join(unit.roots), unit.treatment or "fp32"
+            texts = {**vars(unit), "roots": roots, "treatment": treatment}
+            table.add_row(*(texts[name] for name in names))
         return Group(*lines, Text(""), table)

@@ -7,8 +7,6 @@ allocate, the guard copies the storage.
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 from collections import OrderedDict, defaultdict
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +19,7 @@ from amp_fx.explanation.running import leaf_tensors
 from amp_fx.numerics.shadow import below_everything, is_wrapped
 from amp_fx.numerics.storages import Marks, address_of
 from amp_fx.random_states import random_states
+from amp_fx.regions.variables import variables_of
 from amp_fx.torch_private.fake_tensors import FakeTensor
 
 if TYPE_CHECKING:
@@ -242,34 +241,7 @@ def guard_of(step: Any, *others: Any) -> StateGuard:
 
 def known_to(step: Any) -> list[Any]:
     """Returns the values of a step's variables, and of lists and objects among these."""
-    owner = getattr(step, "__self__", None)
-    function = inspect.unwrap(step) if callable(step) else step
-    found: list[Any] = [step, owner, *(getattr(function, "__defaults__", None) or ())]
-    if owner is not None and not isinstance(owner, torch.nn.Module):
-        found += getattr(owner, "__dict__", {}).values()
-    found += (getattr(function, "__kwdefaults__", None) or {}).values()
-    if isinstance(step, functools.partial):
-        found += [step.func, *step.args, *step.keywords.values()]
-    code = getattr(function, "__code__", None)
-    if code is not None:
-        known = getattr(function, "__globals__", {})
-        found += [known[name] for name in code.co_names if name in known]
-        found += [c.cell_contents for c in function.__closure__ or () if has_content(c)]
-    for value in list(found):
-        if isinstance(value, (list, tuple)):
-            found += value
-        elif type(value) is dict:
-            found += value.values()
-    return found
-
-
-def has_content(cell: Any) -> bool:
-    """Returns True if a variable of an enclosing function has a value."""
-    try:
-        cell.cell_contents  # noqa: B018 - empty cells raise
-    except ValueError:
-        return False
-    return True
+    return [value for _, value in variables_of(step)]
 
 
 def check_has_data(tensor: torch.Tensor) -> None:

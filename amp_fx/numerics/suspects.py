@@ -414,6 +414,17 @@ def common_pattern(paths: Sequence[str]) -> str:
     return "".join(column[0] if len({*column}) == 1 else "*" for column in columns)
 
 
+def path_in_root(module: str, roots: Iterable[str]) -> str:
+    """Returns the path of a module without the label of its root: patterns begin at the root.
+
+    Args:
+        module: A path as it is printed, or a pattern.
+        roots: The labels of the roots, if there are several.
+    """
+    labels = [label for label in roots if module == label or module.startswith(f"{label}.")]
+    return module.removeprefix(max(labels, key=len)).removeprefix(".") if labels else module
+
+
 def with_override(policy: Policy, pattern: str, op: str, treatment: str) -> Policy:
     """Returns a policy with an override for an op of modules.
 
@@ -426,11 +437,20 @@ def with_override(policy: Policy, pattern: str, op: str, treatment: str) -> Poli
     return policy.with_modules({pattern or "*": {op: treatment} if op else treatment})
 
 
-def policy_of_suspects(suspects: Iterable[Suspect], base: Policy) -> Policy:
-    """Returns a policy with suspects of the forward in float32, float8 ones in the low dtype."""
+def policy_of_suspects(
+    suspects: Iterable[Suspect], base: Policy, roots: Iterable[str] = ()
+) -> Policy:
+    """Returns a policy with suspects of the forward in float32, float8 ones in the low dtype.
+
+    Args:
+        suspects: The suspects.
+        base: The policy to start from.
+        roots: The labels of the root modules, if there are several.
+    """
     found = [s for s in suspects if (s.stage == "forward" or s.recipe) and s.is_mendable]
     for is_float8, treatment in ((False, "fp32"), (True, LOW)):
         chosen = [s for s in found if bool(s.recipe) is is_float8]
-        for suspect in chosen:
-            base = with_override(base, suspect.module, suspect.op, treatment)
+        entries = [(path_in_root(suspect.module, roots), suspect.op) for suspect in chosen]
+        for pattern, op in dict.fromkeys(entries):
+            base = with_override(base, pattern, op, treatment)
     return base

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from amp_fx.graphs.places import NodeLocation
     from amp_fx.numerics.state import StateGuard
     from amp_fx.numerics.trace_diff import TraceDiff
+    from amp_fx.regions.module_paths import ModulePaths
     from amp_fx.torch_private.ops import OpOverload
 
 SCHEMA = 1
@@ -189,8 +190,8 @@ def op_label(op: OpOverload) -> str:
 class TraceMode(Recorder):  # type: ignore[no-untyped-call]
     """Runs a program unchanged, and adds its results to a trace."""
 
-    def __init__(self, guard: StateGuard, trace: Trace) -> None:
-        super().__init__(guard)
+    def __init__(self, guard: StateGuard, paths: ModulePaths, trace: Trace) -> None:
+        super().__init__(guard, paths)
         self.trace = trace
 
     def run(

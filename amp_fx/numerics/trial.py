@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.explanation.running import leaf_tensors
-from amp_fx.numerics.state import guard_of, leaves_of, modules_of, parameters_of, undisturbed
+from amp_fx.numerics.state import guard_of, leaves_of, parameters_of, undisturbed
+from amp_fx.regions.module_paths import ModulePaths, Program
+from amp_fx.regions.module_stack import call_with_paths
 from amp_fx.torch_private import pytree
 
 if TYPE_CHECKING:
@@ -37,11 +39,11 @@ class Trial:
         self.num_steps = steps if optimizer is not None else 1
         self.outputs: Any = None
         """Copies of the outputs of the last run."""
-        modules = modules_of(step)
+        self.paths = ModulePaths(Program(step, args, kwargs))
         leaves = (leaf for leaf in leaves_of(step) if not isinstance(leaf, torch.nn.Parameter))
         others = (("tensor", leaf) for leaf in leaves)
-        self.parameters = _named([*(m.named_parameters() for m in modules), others])
-        self.buffers = _named([m.named_buffers() for m in modules])
+        self.parameters = _named([self.paths.named_parameters(), others])
+        self.buffers = _named([self.paths.named_buffers()])
         optimizers = [optimizer] if optimizer else []
         more = (("parameter of the optimizer", p) for p in parameters_of(*optimizers))
         self.parameters |= _named([self.parameters.items(), more])
@@ -80,12 +82,12 @@ class Trial:
             when = f" in step {number}" if self.num_steps > 1 else ""
             args, kwargs = copied((self.args, self.kwargs))
             with self.region(), watch():
-                result = call(*args, **kwargs)
+                result = call_with_paths(self.paths, call, *args, **kwargs)
             self.outputs = detached(result)
             found |= {f"output {i}{when}": t for i, t in enumerate(leaf_tensors(result))}
             found = {name: value.detach().clone() for name, value in found.items()}
             if all(parameter.grad is None for parameter in self.parameters.values()):
-                _differentiate(result, self.loss, watch)
+                call_with_paths(self.paths, _differentiate, result, self.loss, watch)
             leaves = {f"input {i}": t for i, t in enumerate(leaf_tensors((args, kwargs)))}
             for name, leaf in {**leaves, **self.parameters}.items():
                 if leaf.requires_grad and leaf.grad is not None:

@@ -36,10 +36,9 @@ if TYPE_CHECKING:
 ModuleEntry: TypeAlias = "tuple[str, type | str, str]"
 """The path, class and name of a module. Patterns for modules match the path or the name.
 
-In a compiled module, path and name are equal and begin at that module: ``decoder.0.norm``. In a
-compiled function, the path begins at the outermost module that is called (``0.norm``), as in eager
-code, and the name begins at the variable that holds this module (``decoder.0.norm``). ``explain``
-prints names.
+The path begins at the root: the compiled module, or a module in a variable of the compiled function
+(``0.norm``). The name of a module in a function begins with that variable (``decoder.0.norm``); in
+a compiled module, path and name are equal. ``amp_fx.regions.module_paths`` has the entries.
 
 In an exported graph, the class is given by its name."""
 
@@ -61,9 +60,12 @@ def path_of(stack: ModuleStack) -> str:
     return stack[-1][0] if stack else ""
 
 
-def name_of(stack: ModuleStack) -> str:
-    """Returns the name of the innermost module; empty in the outermost module or without one."""
-    return stack[-1][2] if stack else ""
+def plain_name(name: str) -> str:
+    """Converts a name of Dynamo's to parts that are separated by dots.
+
+    ``L['model']._modules['layers']._modules['0']`` becomes ``L.model.layers.0``.
+    """
+    return _ITEM.sub(lambda m: f".{m[2] or m[4] or m[5]}", _CLOSURE.sub("", name))
 
 
 def module_path(name: str) -> str:
@@ -71,9 +73,7 @@ def module_path(name: str) -> str:
 
     ``L['model']._modules['layers']._modules['0']`` becomes ``model.layers.0``.
     """
-    name = _CLOSURE.sub("", name)
-    plain = _ITEM.sub(lambda m: f".{m[2] or m[4] or m[5]}", name)
-    return _WRAPPED.sub("", re.sub(r"^[LG](\.|$)", "", plain)).lstrip(".")
+    return _WRAPPED.sub("", re.sub(r"^[LG](\.|$)", "", plain_name(name))).lstrip(".")
 
 
 def join_path(*parts: str) -> str:

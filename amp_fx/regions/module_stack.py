@@ -1,31 +1,28 @@
-"""Maps ops to their modules, from a graph's metadata or from the running program."""
+"""Maps ops to the modules around them, from a graph's metadata or from the running program."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import inspect
 import sys
-import warnings
-import weakref
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from amp_fx.errors import PolicyWarning
-from amp_fx.policies.changes import join_path, module_path, name_of, path_of
-from amp_fx.tables.cast_policy import CastPolicy
+from amp_fx.policies.changes import join_path, module_path, plain_name
+from amp_fx.regions.module_paths import ModulePaths, Program, original
+from amp_fx.torch_private.modules import code_of_module_calls, module_id
 from amp_fx.torch_private.tracing import TracingContext
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from types import CodeType, FrameType
 
+    import torch
     from torch import fx
 
-    from amp_fx.policies.changes import ModuleEntry, ModuleOverride, ModuleStack
-    from amp_fx.policies.policy import Policy
-    from amp_fx.torch_private.dynamo import InstructionTranslator
+    from amp_fx.policies.changes import ModuleEntry, ModuleStack
+    from amp_fx.torch_private.dynamo import InstructionTranslator, Source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,26 +31,33 @@ class CompileFrame:
 
     Attributes:
         stack: The modules, outermost first.
-        own: Dynamo's name of the innermost module, such as ``L['self']``; empty if the frame is not
-            a method of a module.
-        root: The outermost module, or None.
-        function: The code of the function that was passed to ``torch.compile``, if it is compiled
-            in this frame.
-        held: Modules in variables of that function, by name.
+        paths: The modules of the program.
+        variables: Modules in variables of the frame, by ``plain_name`` of the variable.
+        arguments: Names of the positional arguments of the frame.
+        is_outermost: True if this is the frame of the compiled module or function itself, also if
+            it resumes after a graph break.
+        code: The code of the compiled function; None if a module is compiled.
+        sources: Variables of the frame that hold modules inside of roots.
     """
 
     stack: ModuleStack = ()
-    own: str = ""
-    root: nn.Module | None = dataclasses.field(default=None, compare=False, repr=False)
-    function: CodeType | None = dataclasses.field(default=None, compare=False)
-    held: Mapping[str, nn.Module] = dataclasses.field(
+    paths: ModulePaths = dataclasses.field(default_factory=ModulePaths, compare=False, repr=False)
+    variables: Mapping[str, ModuleEntry] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
     )
+    arguments: tuple[str, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    is_outermost: bool = dataclasses.field(default=False, compare=False)
+    code: CodeType | None = dataclasses.field(default=None, compare=False)
+    sources: tuple[Source, ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     def modules(self) -> tuple[nn.Module, ...]:
-        """Returns the root, or else the modules in variables of the function."""
-        held = tuple(self.held.values())
-        return held if self.root is None else (self.root, *held)
+        """Returns the root modules of the program."""
+        return tuple(module for _, module in self.paths.roots())
+
+    @property
+    def root(self) -> nn.Module | None:
+        """Returns the compiled module; None if a function is compiled."""
+        return self.modules()[0] if self.paths.is_bound else None
 
 
 NO_FRAME = CompileFrame()
@@ -61,31 +65,46 @@ NO_FRAME = CompileFrame()
 
 def module_stack(node: fx.Node, frame: CompileFrame = NO_FRAME) -> ModuleStack:
     """Returns the modules around a node; for a backward node, those of its forward node."""
-    entries = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return _inside(frame, entries.values())
-
-
-def _inside(frame: CompileFrame, captured: Iterable[tuple[str, Any]]) -> ModuleStack:
-    entries = [(str(name), cls) for name, cls in captured]
-    if not entries:
-        return frame.stack
-    is_own = bool(frame.own) and entries[0][0].startswith(frame.own)
-    root = frame.own if is_own else entries[0][0]
-    stack = frame.stack
-    for name, cls in entries:
-        path = module_path(name.removeprefix(root))
-        shown = join_path(name_of(frame.stack), path) if is_own else module_path(name)
-        path = join_path(path_of(frame.stack), path) if is_own else path
-        if not stack or stack[-1][:2] != (path, cls):
-            stack += ((path, cls, shown),)
+    captured = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    stack, first = frame.stack, ""
+    for key, (name, cls) in captured.items():
+        extended = frame.paths.inside(stack, module_id(key))
+        if extended is None:
+            extended = (*stack, _unknown_entry(plain_name(str(name)), cls, frame, first))
+        stack, first = extended, first or plain_name(str(name))
     return stack
+
+
+def _unknown_entry(name: str, cls: type | str, frame: CompileFrame, first: str) -> ModuleEntry:
+    """Returns the entry of a module that no module of the program contains.
+
+    Its path begins at the outermost unknown module around it.
+    """
+    inside = _inside_variable(name, frame)
+    if inside is not None:
+        return inside[0], cls, inside[1]
+    path = module_path(name.removeprefix(first)) if first else ""
+    return path, cls, module_path(name)
+
+
+def _inside_variable(name: str, frame: CompileFrame) -> tuple[str, str] | None:
+    """Returns the path and name of a value inside a module that a variable holds, or None."""
+    outer = [v for v in frame.variables if name == v or name.startswith(f"{v}.")]
+    if not outer:
+        return None
+    variable = max(outer, key=len)
+    path, _, label = frame.variables[variable]
+    rest = name.removeprefix(variable).removeprefix(".")
+    return join_path(path, rest), join_path(label, rest)
 
 
 def variable_path(name: str, frame: CompileFrame) -> str:
     """Returns the path of a variable, such as a parameter, from Dynamo's name of it."""
-    if frame.own and name.startswith(frame.own):
-        return join_path(name_of(frame.stack), module_path(name.removeprefix(frame.own)))
-    return module_path(name)
+    found = _inside_variable(plain_name(name), frame)
+    if found is None:
+        return module_path(name)
+    path, name = found
+    return frame.paths.shown((path, "", name))
 
 
 def linear_ends(modules: Iterable[nn.Module]) -> dict[str, torch.Tensor] | None:
@@ -97,31 +116,208 @@ def linear_ends(modules: Iterable[nn.Module]) -> dict[str, torch.Tensor] | None:
 
 def is_linear_end(weight: torch.Tensor) -> bool:
     """Returns True if a weight belongs to the first or last linear layer of the running model."""
-    root = _running_modules(sys._getframe(1)).root
-    ends = None if root is None else linear_ends((root,))
+    paths, modules = running_modules()
+    ends = linear_ends(module for _, module in paths.roots()) if modules else None
     return ends is not None and any(weight is end for end in ends.values())
 
 
 def current_stack() -> ModuleStack:
-    """Returns the modules that the calling thread is executing in eager code.
+    """Returns the modules that the calling thread is executing in eager code."""
+    paths, modules = running_modules()
+    return _stack_of(modules, paths)
+
+
+def _stack_of(modules: Iterable[nn.Module], paths: ModulePaths) -> ModuleStack:
+    stack: ModuleStack = ()
+    for module in modules:
+        stack = paths.inside(stack, id(module)) or stack
+    return stack
+
+
+def running_modules() -> tuple[ModulePaths, list[nn.Module]]:
+    """Returns the modules of the program that runs, and those that it is calling, outermost first.
 
     Reads them from Python's stack, which contains a frame for every module call. Hooks would change
     what Dynamo captures.
     """
-    return _running_modules(sys._getframe(1)).stack()
+    paths, _, modules = _running()
+    _add_called(paths, modules)
+    return paths, modules
 
 
-def compile_frame() -> CompileFrame:
-    """Returns the modules around the frame that Dynamo is compiling.
+def _add_called(paths: ModulePaths, modules: list[nn.Module]) -> None:
+    """Adds the outermost called module, unless a variable of the program holds it."""
+    if modules:
+        paths.add(type(modules[0]).__name__, modules[0])
+
+
+def call_with_paths(
+    paths: ModulePaths,  # noqa: ARG001 - read from the frame
+    program: Callable[..., Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Calls a program so that ``running_modules`` finds its paths on Python's stack."""
+    return program(*args, **kwargs)
+
+
+def _running(*, is_compiling: bool = False) -> tuple[ModulePaths, Program | None, list[nn.Module]]:
+    """Returns the paths of the program that runs, the program, and the modules that it is calling.
+
+    The program is that of ``call_with_paths``, because a tool shows the paths of the step that it
+    examines. Without one, and while Dynamo compiles, it is the innermost compiled program, to which
+    the policy of its graphs belongs.
+
+    Returns:
+        The paths; the program, or None if it is unknown; the modules, outermost first.
+    """
+    modules: list[nn.Module] = []
+    given: tuple[ModulePaths, int] | None = None
+    compiled: tuple[Program, int] | None = None
+    find_call = _call_finder()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            module = original(frame.f_locals["self"])
+            if not modules or modules[-1] is not module:
+                modules.append(module)
+        elif frame.f_code is call_with_paths.__code__:
+            given = frame.f_locals["paths"], len(modules)
+        elif compiled is None and (call := find_call(frame)) is not None:
+            compiled = Program(*call), len(modules)
+        frame = frame.f_back
+    if given is not None and not (is_compiling and compiled is not None):
+        return given[0], None, modules[: given[1]][::-1]
+    if compiled is not None:
+        return ModulePaths(compiled[0]), compiled[0], modules[: compiled[1]][::-1]
+    return ModulePaths(), None, modules[::-1]
+
+
+_CALL = code_of_module_calls()
+
+
+def _call_finder() -> Callable[[FrameType], tuple[Any, ...] | None]:
+    if "torch._dynamo" not in sys.modules:
+        return lambda _: None
+    from amp_fx.torch_private.dynamo import compiled_call
+
+    return compiled_call
+
+
+def compile_frame(gm: fx.GraphModule) -> CompileFrame:
+    """Returns the modules around the frame that Dynamo is compiling, given the frame's graph.
 
     After a graph break, Dynamo compiles methods of inner modules as separate frames. The outer
     modules are still on Python's stack.
     """
-    running = _running_modules(sys._getframe(1))
+    paths, program, modules = _running(is_compiling=True)
+    _add_called(paths, modules)
     translator = _translator()
     if translator is None:
-        return CompileFrame(running.stack())
-    return _frame_of(running, translator)
+        return CompileFrame(_stack_of(modules, paths), paths)
+    root_frame: Any = translator.output.root_tx
+    sources = dict(_module_sources(gm, translator))
+    for source, module in sources.items():
+        paths.add(module_path(source.name), module)
+    if modules:
+        sources |= _local_source(root_frame, modules[-1])
+    entries = {source: paths.entry(module) for source, module in sources.items()}
+    root = paths.roots()[0][1] if paths.is_bound else None
+    return CompileFrame(
+        stack=_stack_of(modules or ([root] if root is not None else []), paths),
+        paths=paths,
+        variables={plain_name(s.name): entry for s, entry in entries.items() if entry is not None},
+        arguments=_argument_names(modules, program, root_frame.f_locals),
+        is_outermost=program is not None and _is_own_frame(root_frame.f_code, program, root),
+        code=None if program is None or root is not None else _code_of(program.target),
+        sources=tuple(
+            source
+            for source, entry in entries.items()
+            if entry is not None and (entry[0] or paths.has_several_roots)
+        ),
+    )
+
+
+def _module_sources(
+    gm: fx.GraphModule, translator: InstructionTranslator
+) -> Iterator[tuple[Source, nn.Module]]:
+    """Yields the variables of the frame from whose modules the graph reads, and these modules."""
+    from amp_fx.torch_private.dynamo import source_chain
+
+    known: set[Source] = set()
+    for node in gm.graph.find_nodes(op="placeholder"):
+        chain = source_chain(getattr(node, "_dynamo_source", None))
+        if not known.isdisjoint(chain):
+            continue
+        for source in chain:
+            value = translator.output.resolve_source_value(source)
+            if isinstance(value, nn.Module):
+                known.add(source)
+                yield source, value
+                break
+
+
+def _local_source(frame: Any, module: nn.Module) -> dict[Source, nn.Module]:
+    """Returns the variable of a frame that holds a module, or whose items include it."""
+    from amp_fx.torch_private.dynamo import local_source
+
+    for name, value in frame.f_locals.items():
+        if isinstance(value, nn.Module) and original(value) is module:
+            return {local_source(frame.f_code, name): module}
+        if isinstance(value, tuple):
+            for index, item in enumerate(value):
+                if item is module:
+                    return {local_source(frame.f_code, name, index): module}
+    return {}
+
+
+def _argument_names(
+    modules: list[nn.Module], program: Program | None, variables: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Returns the names of positional arguments, which a wrapper receives as ``*args``."""
+    target = modules[-1].forward if modules else None if program is None else program.target
+    try:
+        parameters = inspect.signature(target).parameters.values()  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return ()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
+    args = variables.get("args")
+    is_method = isinstance(args, tuple) and bool(args) and isinstance(args[0], nn.Module)
+    return ("self", *names) if is_method and hasattr(target, "__self__") else names
+
+
+def _code_of(function: Any) -> CodeType | None:
+    return getattr(getattr(function, "__func__", function), "__code__", None)
+
+
+def _is_own_frame(code: CodeType, program: Program, root: nn.Module | None) -> bool:
+    """Returns True if a code is that of the program, or of a function that it wraps."""
+    from amp_fx.torch_private.dynamo import is_resumed
+
+    for function in (program.target, None if root is None else root.forward):
+        wrapped: Any = function
+        while wrapped is not None:
+            own = _code_of(wrapped)
+            if own is not None and (code is own or is_resumed(code, own)):
+                return True
+            wrapped = getattr(wrapped, "__wrapped__", None)
+    return False
+
+
+def guard_modules(frame: CompileFrame) -> None:
+    """Guards a frame on the identity of the modules in its variables.
+
+    Without the guards, Dynamo would reuse the code for equal modules at other paths. A root needs
+    no guard, because paths begin at it. Relies on ``torch._guards.install_guard``, which accepts
+    guards while the backend is called.
+    """
+    if not frame.sources:
+        return
+    from amp_fx.torch_private.dynamo import GuardBuilder, install_guard
+
+    for source in frame.sources:
+        install_guard(source.make_guard(GuardBuilder.ID_MATCH))
 
 
 def ends_at_graph_break() -> bool:
@@ -153,245 +349,14 @@ def _reason_of_break() -> str | None:
     return reason.reason if reason is not None and reason.graph_break else None
 
 
-def _frame_of(running: _Running, translator: InstructionTranslator) -> CompileFrame:
-    code = translator.f_code
-    first = code.co_varnames[0] if code.co_argcount else ""
-    # Functions that resume a method after a graph break have the live variables in any order.
-    name = first if isinstance(translator.f_locals.get(first), nn.Module) else "self"
-    module = translator.f_locals.get(name)
-    if not isinstance(module, nn.Module):
-        if running.modules or not _is_outermost(code):
-            return CompileFrame(running.stack(), "", running.root)
-        held = _modules_in(code, translator.f_globals, translator.f_locals)
-        return CompileFrame(function=code, held=held)
-    positions = [i for i, running_module in enumerate(running.modules) if running_module is module]
-    modules = running.modules[: positions[-1] + 1] if positions else [*running.modules, module]
-    inside = _Running(modules, running.name)
-    return CompileFrame(inside.stack(), f"L['{name}']", inside.root)
-
-
-def guard_module(frame: CompileFrame) -> None:
-    """Guards the compiled method of an inner module on the identity of the module.
-
-    Without the guard, Dynamo would reuse the code for equal modules at other paths. Relies on
-    ``torch._guards.install_guard``, which accepts guards while the backend is called.
-    """
-    if not frame.own or len(frame.stack) < 2:
-        return
-    from amp_fx.torch_private.dynamo import GuardBuilder, LocalSource, install_guard
-
-    source = LocalSource(frame.own.removeprefix("L['").removesuffix("']"))
-    install_guard(source.make_guard(GuardBuilder.ID_MATCH))
-
-
 def _translator() -> InstructionTranslator | None:
     """Returns Dynamo's translator if Dynamo is tracing in this thread, else None.
 
-    Relies on ``InstructionTranslator.current_tx``, on its ``f_locals``, and on
-    ``output.current_tx``, whose ``nn_module_stack`` becomes that of the nodes.
+    Relies on ``InstructionTranslator.current_tx``, and on ``output.current_tx``, whose
+    ``nn_module_stack`` becomes that of the nodes.
     """
     if "torch._dynamo" not in sys.modules or TracingContext.try_get() is None:
         return None
     from amp_fx.torch_private.dynamo import current_translator
 
     return current_translator()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Running:
-    """The modules that are being called.
-
-    Attributes:
-        modules: The modules, outermost first. If a module is compiled, the first one is compiled.
-        name: The caller's variable for the first module; empty if that module is compiled.
-    """
-
-    modules: list[nn.Module]
-    name: str = ""
-
-    @property
-    def root(self) -> nn.Module | None:
-        """The outermost module, or None."""
-        return self.modules[0] if self.modules else None
-
-    def stack(self) -> ModuleStack:
-        """Returns the modules as a stack of paths and classes."""
-        stack: ModuleStack = ()
-        for module in self.modules:
-            name = _name_in(self.modules[0], module)
-            path = path_of(stack) if name is None else name
-            stack += ((path, type(module), join_path(self.name, path)),)
-        return stack
-
-
-def _running_modules(frame: FrameType | None) -> _Running:
-    modules: list[nn.Module] = []
-    caller: FrameType | None = None
-    while frame is not None:
-        if frame.f_code is _CALL:
-            module = frame.f_locals["self"]
-            compiled = getattr(module, "_orig_mod", None)
-            if isinstance(compiled, nn.Module):
-                modules.append(compiled)
-                caller = None
-                break
-            modules.append(module)
-            caller = frame.f_back
-        frame = frame.f_back
-    modules.reverse()
-    if len(modules) > 1 and modules[1] is modules[0]:
-        del modules[0]  # the compiled module calls the original module
-    return _Running(modules, _variable_in(caller, modules[0]) if caller is not None else "")
-
-
-def _variable_in(frame: FrameType | None, module: nn.Module) -> str:
-    """Returns Dynamo's name of a caller's variable that holds a module; ``""`` if there is none."""
-    while frame is not None and frame.f_code is _WRAPPED_CALL:
-        frame = frame.f_back
-    if frame is None:
-        return ""
-    names = _variables.setdefault(module, {})
-    if frame.f_code not in names:
-        names[frame.f_code] = _find_variable(frame, module)
-    return names[frame.f_code]
-
-
-def _find_variable(frame: FrameType, module: nn.Module) -> str:
-    for name, held in _modules_in(frame.f_code, frame.f_globals, frame.f_locals).items():
-        path = _name_in(held, module)
-        if path is not None:
-            return module_path(join_path(name, path))
-    return ""
-
-
-def _modules_in(
-    code: CodeType, module_globals: Mapping[str, Any], variables: Mapping[str, Any]
-) -> dict[str, nn.Module]:
-    """Returns the modules in a function's variables and in the globals that it uses."""
-    used = {name: module_globals[name] for name in code.co_names if name in module_globals}
-    values = {**used, **variables}
-    return {name: value for name, value in values.items() if isinstance(value, nn.Module)}
-
-
-def _is_outermost(code: CodeType) -> bool:
-    """Returns True if the code is that of the function that was passed to ``torch.compile``.
-
-    Relies on ``compile_wrapper`` in ``torch._dynamo.eval_frame``, which calls the function as
-    ``fn``.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_name != "compile_wrapper":
-        frame = frame.f_back
-    return frame is not None and getattr(frame.f_locals.get("fn"), "__code__", None) is code
-
-
-_variables: weakref.WeakKeyDictionary[nn.Module, dict[CodeType, str]] = weakref.WeakKeyDictionary()
-_CALL = nn.Module._call_impl.__code__
-_WRAPPED_CALL = nn.Module._wrapped_call_impl.__code__
-_paths: weakref.WeakKeyDictionary[nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
-"""Paths of submodules by ``id``, by outermost module."""
-
-
-def _name_in(root: nn.Module, module: nn.Module) -> str | None:
-    """Returns the path of a submodule; None if the module is not registered in ``root``."""
-    name = _paths.get(root, {}).get(id(module))
-    if name is None or not _is_at(root, name, module):
-        _paths[root] = {id(m): path for path, m in root.named_modules()}
-        name = _paths[root].get(id(module))
-    return name
-
-
-def _is_at(root: nn.Module, name: str, module: nn.Module) -> bool:
-    try:
-        return root.get_submodule(name) is module
-    except AttributeError:
-        return False
-
-
-def warn_unused(policy: Policy, frame: CompileFrame, gm: fx.GraphModule) -> None:
-    """Warns about patterns that match no module, once per pattern and model or function.
-
-    The modules of a function are those in its variables and those that its graph calls. Functions
-    with graph breaks are not checked, because other graphs may call further modules.
-    """
-    program: Any = frame.root if frame.root is not None else frame.function
-    reason = getattr(gm, "compile_subgraph_reason", None)
-    if program is None or (frame.root is None and getattr(reason, "graph_break", False)):
-        return
-    checked = _checked.setdefault(program, set())
-    patterns = [m for m in policy.modules if m.pattern not in checked]
-    if not patterns:
-        return
-    checked.update(override.pattern for override in patterns)
-    modules = _modules_of(frame, gm)
-    for override in patterns:
-        if not any(override.matches((module,)) for module in modules):
-            _warn(override, frame, [name for *_, name in modules])
-        elif override.policy is CastPolicy.FLOAT8 and _has_no_matrix(override, frame):
-            warnings.warn(
-                f"the modules that match {override.text!r} of the policy have no weight with two "
-                "or three dimensions, so the pattern has no effect: no product runs in float8",
-                PolicyWarning,
-                stacklevel=2,
-            )
-
-
-def _has_no_matrix(override: ModuleOverride, frame: CompileFrame) -> bool:
-    if frame.root is None:
-        return False
-    matching = (m for p, m in _reachable(frame.root) if override.matches_module(p, type(m)))
-    return not any(weight.dim() in (2, 3) for module in matching for weight in module.parameters())
-
-
-_checked: weakref.WeakKeyDictionary[Any, set[object]] = weakref.WeakKeyDictionary()
-"""Patterns that were checked, by outermost module or by the code of a function."""
-
-
-def _modules_of(frame: CompileFrame, gm: fx.GraphModule) -> list[ModuleEntry]:
-    roots: Mapping[str, nn.Module] = {"": frame.root} if frame.root is not None else frame.held
-    held = [
-        (path, type(module), join_path(name, path))
-        for name, root in roots.items()
-        for path, module in _reachable(root)
-    ]
-    called = [entry for node in gm.graph.nodes for entry in module_stack(node, frame)]
-    return list(dict.fromkeys([*held, *called]))
-
-
-def _reachable(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields all modules of a model, including those in plain lists and dictionaries."""
-    visited: set[int] = set()
-    pending = [("", root)]
-    while pending:
-        start, outer = pending.pop()
-        for path, module in outer.named_modules(prefix=start):
-            if id(module) not in visited:
-                visited.add(id(module))
-                yield path, module
-                pending += _in_containers(path, module)
-
-
-def _in_containers(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for name, value in vars(module).items():
-        if name == "_modules" or not isinstance(value, (list, tuple, dict)):
-            continue
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            if isinstance(item, nn.Module):
-                yield join_path(path, name, str(key)), item
-
-
-def _warn(override: ModuleOverride, frame: CompileFrame, names: Iterable[str]) -> None:
-    names = list(names)
-    similar = difflib.get_close_matches(override.text, names, n=3)
-    examples = ", ".join(map(repr, similar or names[1:6] or names)) or "none"
-    if frame.root is not None:
-        program, start = type(frame.root).__name__, "the compiled module"
-    else:
-        assert frame.function is not None
-        program, start = frame.function.co_name, "a variable of the function, or its module"
-    warnings.warn(
-        f"no module of {program} matches {override.text!r} of the policy. Paths start at "
-        f"{start}, for example: {examples}",
-        PolicyWarning,
-        stacklevel=2,
-    )

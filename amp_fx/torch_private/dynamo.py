@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._dynamo
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
-from torch._dynamo import config, pgo, symbolic_convert, trace_rules
+from torch._dynamo import config, eval_frame, pgo, symbolic_convert, trace_rules
 from torch._dynamo.aot_compile_types import (
     BundledAOTAutogradSerializableCallable,
     SerializableCallable,
@@ -24,13 +24,15 @@ from torch._dynamo.exc import (
     Unsupported,
 )
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import GlobalStateSource, LocalSource
+from torch._dynamo.source import GetItemSource, GlobalStateSource, LocalSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import counters
 from torch._dynamo.variables.torch_function import torch_function_mode_stack_state_mgr
+from torch._guards import ChainedSource, Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from types import CodeType, FrameType
 
 __all__ = (
     "BackendCompilerFailed",
@@ -38,11 +40,11 @@ __all__ = (
     "GlobalStateSource",
     "GuardBuilder",
     "InstructionTranslator",
-    "LocalSource",
     "OptimizedModule",
     "RestartAnalysis",
     "SerializableCallable",
     "SkipFrame",
+    "Source",
     "TorchRuntimeError",
     "Unsupported",
     "compile_lock",
@@ -95,6 +97,45 @@ def call_at_recompile_limit(function: Callable[[str, str], None]) -> None:
                 function(str(frame), f"{name} ({limit})")
 
     logging.getLogger("torch._dynamo.convert_frame").addHandler(Handler())
+
+
+def compiled_call(frame: FrameType) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """Returns the function that was compiled, and its arguments, from the frame of a call of it.
+
+    Relies on ``compile_wrapper`` in ``torch._dynamo.eval_frame``, which calls the function as
+    ``fn``. Returns None for other frames.
+    """
+    code = frame.f_code
+    if code.co_name != "compile_wrapper" or code.co_filename != eval_frame.__file__:
+        return None
+    values = frame.f_locals
+    return values["fn"], values["args"], values["kwargs"]
+
+
+def source_chain(source: Source | None) -> list[Source]:
+    """Returns a variable's source and the sources it is based on, the outermost variable first."""
+    chain = [] if source is None else [source]
+    while chain and isinstance(chain[-1], ChainedSource):
+        chain.append(chain[-1].base)
+    return chain[::-1]
+
+
+def local_source(code: CodeType, name: str, index: int | None = None) -> Source:
+    """Returns the source of a local variable or, given an index, of an item of it."""
+    source = LocalSource(name, is_derefed_cell_contents=name in code.co_freevars)
+    return source if index is None else GetItemSource(source, index)
+
+
+def is_resumed(code: CodeType, function: CodeType) -> bool:
+    """Returns True if a code resumes a function after a graph break.
+
+    Relies on the name that Dynamo gives to such code, and on its first line, which is in the
+    function.
+    """
+    is_inside = code.co_filename == function.co_filename and any(
+        line == code.co_firstlineno for _, _, line in function.co_lines()
+    )
+    return is_inside and code.co_name.startswith(f"torch_dynamo_resume_in_{function.co_name}_at_")
 
 
 def captured_function_modes() -> list[Any]:

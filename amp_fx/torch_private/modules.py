@@ -25,3 +25,15 @@ def states_of_sharded_modules() -> list[Any]:
     from torch.distributed._composable_state import _module_state_mapping
 
     return list(_module_state_mapping.values())
+
+
+def module_id(key: str) -> int:
+    """Returns the ``id`` of a module from its key in ``node.meta["nn_module_stack"]``.
+
+    Dynamo writes ``str(id(module))``, followed by ``@`` and a number for repeated calls.
+
+    Returns:
+        The ``id``; 0 in exported graphs, whose keys are names.
+    """
+    number = key.partition("@")[0]
+    return int(number) if number.isdecimal() else 0

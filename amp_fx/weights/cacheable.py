@@ -13,6 +13,7 @@ import torch
 from amp_fx.dtypes import is_dtensor
 from amp_fx.graphs.places import input_path, lines_of
 from amp_fx.graphs.values import is_dynamic, is_written, value_of
+from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.torch_private.fake_tensors import FakeTensor
 from amp_fx.weights.engine import engine, is_available
 from amp_fx.weights.spread import is_distributed, is_of_plain_module, part_of
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from torch import fx
+
+    from amp_fx.regions.module_stack import CompileFrame
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +47,7 @@ def cacheable_weights(
     rewritten: fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
+    frame: CompileFrame = NO_FRAME,
     stored: Collection[int] = (),
 ) -> dict[int, Weight]:
     """Returns the weights of a graph by their positions among its inputs.
@@ -55,6 +59,7 @@ def cacheable_weights(
         captured: The graph as Dynamo captured it.
         rewritten: The same graph with its casts, and with values and versions in its metadata.
         example_inputs: The inputs of the graph.
+        frame: The modules around the graph.
         stored: Identities of weights that ``store_low`` converted; they are omitted.
     """
     placeholders = captured.graph.find_nodes(op="placeholder")
@@ -73,7 +78,7 @@ def cacheable_weights(
         if not aliases.isdisjoint(written) or is_dynamic(value_of(values[i])):
             continue
         if part.is_meta or type(part) is FakeTensor or is_watchable(part):
-            weights[i] = Weight(input_path(node), part, aliases)
+            weights[i] = Weight(input_path(node, frame), part, aliases)
             is_sharded = part is not example and part.device.type not in ("cpu", "meta")
             if is_sharded and is_available():
                 # On accelerators, list ops request no pointer from the storage of the local

@@ -198,7 +198,7 @@ def test_a_function_is_looked_into() -> None:
         return result
 
     low = amp_fx.explain(step)(torch.randn(2, 8)).low_weights()
-    assert low == {"model.linear.weight": torch.bfloat16, "model.linear.bias": torch.bfloat16}
+    assert low == {"linear.weight": torch.bfloat16, "linear.bias": torch.bfloat16}
 
 
 def test_they_are_known_on_the_meta_device() -> None:

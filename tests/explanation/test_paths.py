@@ -128,12 +128,3 @@ def test_paths_are_those_of_named_modules() -> None:
         prefix = "" if way is as_module else "0.net."
         found = {node.module for node in ops(way(net))} - {"0.first"}
         assert {path.removeprefix(prefix).removeprefix("0.net") for path in found} <= known
-
-
-def test_eager_code_knows_the_variable_too() -> None:
-    """So that what Dynamo leaves to Python runs in the same precision."""
-    net, x = nn.Sequential(nn.Linear(2, 2)), torch.ones(2, 2)
-    with amp_fx.autocast("cpu", policy=Policy.default().with_modules({"net.0": "fp32"})):
-        assert net(x).dtype == torch.float32
-    with amp_fx.autocast("cpu", policy=Policy.default().with_modules({"net.1": "fp32"})):
-        assert net(x).dtype == torch.bfloat16

@@ -66,11 +66,7 @@ def test_the_layer_that_was_changed_differs_first(off: int, compiler: str | None
     assert same.only_before == same.only_after <= 3  # autograd adds gradients in another module
     found = before.diff(amp_fx.record(loss_of(stack(off)), compiler=compiler)(x()))
     assert found.first is not None
-    assert (found.first.stage, found.first.module, found.first.op) == (
-        "forward",
-        f"model.{off}",
-        "mul",
-    )
+    assert (found.first.stage, found.first.module, found.first.op) == ("forward", f"{off}", "mul")
     assert found.first.source.endswith("y = y * 1.01 if self.is_off else y * 1.0")
     modules = [op.module for op in found.ops if op.stage == "forward" and op.module]
     assert min(int(module.split(".")[1]) for module in modules) == off
@@ -164,7 +160,7 @@ def test_what_amp_fx_compiled_has_its_casts_in_both_ways() -> None:
     step = amp_fx.compile(model, options={"compiler": "eager"})
     eager, compiled = (amp_fx.record(step, compiler=name)(x()) for name in (None, "eager"))
     products = [
-        [(op.module.removeprefix("model."), op.dtype) for op in trace.ops if op.op == "addmm"]
+        [(op.module, op.dtype) for op in trace.ops if op.op == "addmm"]
         for trace in (native, eager, compiled)
     ]
     expected = [("0.linear", "bfloat16"), ("1.linear", "bfloat16")]
@@ -260,9 +256,9 @@ def test_the_command_and_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFix
         amp_fx.record(loss_of(stack(off)), path)(x())
     assert main(["diff", paths[0], paths[0]]) == 0
     assert main(["diff", *paths]) == 1
-    assert "first: mul in model.1" in capsys.readouterr().out
+    assert "first: mul in 1" in capsys.readouterr().out
     assert main(["diff", *paths, "--json"]) == 1
-    assert json.loads(capsys.readouterr().out)["first"]["module"] == "model.1"
+    assert json.loads(capsys.readouterr().out)["first"]["module"] == "1"
     (tmp_path / "no.trace").write_text("nothing")
     for name in ("no.trace", "missing.trace"):
         assert main(["diff", paths[0], str(tmp_path / name)]) == 2

@@ -59,9 +59,10 @@ def test_patterns_that_fit_nothing_in_a_function(pattern: Any) -> None:
     assert "start at a variable of the function" in message
 
 
-def test_a_module_that_is_not_called_is_none_the_less_there() -> None:
+def test_a_module_that_is_not_called_has_no_op() -> None:
     model, other = net(), net()
-    assert not warned(lambda x: model(x) if x.dim() == 2 else other(x), "other.0")
+    [message] = warned(lambda x: model(x) if x.dim() == 2 else other(x), "other.0")
+    assert "have no op in the graphs of" in message
 
 
 def test_a_module_that_a_called_function_uses() -> None:
@@ -75,6 +76,7 @@ def test_a_module_that_a_called_function_uses() -> None:
 
 
 def test_a_graph_that_breaks_may_have_the_rest_elsewhere() -> None:
+    """The modules of later graphs are only known after the last one."""
     first, second = net(), net()
 
     def inner(x: torch.Tensor) -> Any:
@@ -85,5 +87,45 @@ def test_a_graph_that_breaks_may_have_the_rest_elsewhere() -> None:
         torch._dynamo.graph_break()
         return inner(y)
 
-    assert not warned(program, "second.0")
+    assert not warned(program, "inner.0")
     assert not warned(program, "first.0")
+    assert len(warned(program, "second.0")) == 1
+
+
+class Uncalled(nn.Module):
+    """Reads the weight of a module without calling the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.called, self.spare = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.called(x) @ self.table.weight
+        return out
+
+
+@pytest.mark.parametrize("has_break", [False, True])
+@pytest.mark.parametrize("pattern", ["table", "spare", "called"])
+def test_a_module_without_ops(pattern: str, has_break: bool) -> None:
+    class Broken(Uncalled):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if has_break:
+                x = x.sin()
+                torch._dynamo.graph_break()
+            return super().forward(x)
+
+    model = Broken()
+    messages = warned(model, pattern)
+    if pattern == "called":
+        assert not messages
+    else:
+        [message] = messages
+        assert f"{pattern!r} of the policy have no op in the graphs of Broken" in message
+    assert not warned(model, pattern), "once"
+
+
+def test_a_module_without_the_op_of_an_override() -> None:
+    torch._dynamo.reset()
+    policy = Policy.default().with_modules({"0": {"softmax": "fp32"}, "1": {"linear": "fp32"}})
+    with pytest.warns(PolicyWarning, match="'0' of the policy have no 'softmax'"):
+        compiled(net(), policy=policy)(X)

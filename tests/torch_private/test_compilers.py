@@ -26,6 +26,7 @@ from amp_fx.torch_private import (
     inductor_build,
     inductor_config,
     inductor_passes,
+    modules,
     tracing,
 )
 from tests import needs
@@ -85,7 +86,60 @@ def test_guards_can_be_added_while_a_backend_runs() -> None:
 
 def test_a_local_variable_can_be_guarded_by_identity() -> None:
     assert callable(dynamo.GuardBuilder.ID_MATCH)
-    assert dynamo.LocalSource("x").name in ("L['x']", dynamo.LocalSource("x").name)
+    code = (lambda *args: args).__code__
+    assert dynamo.local_source(code, "args").name == "L['args']"
+    assert dynamo.local_source(code, "args", 0).name == "L['args'][0]"
+
+
+def test_names_of_modules_and_sources_lead_to_the_modules() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    seen: list[Any] = []
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        [linear] = [node for node in gm.graph.nodes if "nn_module_stack" in node.meta][-1:]
+        seen.append([modules.module_id(key) for key in linear.meta["nn_module_stack"]])
+        translator: Any = dynamo.current_translator()
+        source = gm.graph.find_nodes(op="placeholder")[0]._dynamo_source
+        chain = dynamo.source_chain(source)
+        seen.append([translator.output.resolve_source_value(part) for part in chain])
+        return gm.forward
+
+    compiled(lambda *args: args[0](args[1]), backend, net, torch.ones(1, 2))
+    stack, values = seen
+    assert stack == [id(net), id(net[0])]
+    assert values[1] is net
+    assert values[-1] is net[0].weight
+    assert modules.module_id("L__self___0") == 0
+    assert modules.module_id(f"{id(net)}@2") == id(net)
+    assert dynamo.source_chain(None) == []
+
+
+def test_frames_of_a_compiled_function() -> None:
+    seen: list[Any] = []
+
+    def program(x: torch.Tensor, *, scale: float) -> torch.Tensor:
+        y = x * scale
+        torch._dynamo.graph_break()
+        return y + 1
+
+    def backend(gm: fx.GraphModule, _: Any) -> Any:
+        frame, calls = sys._getframe(), []
+        while frame.f_back is not None:
+            frame = frame.f_back
+            calls.append(dynamo.compiled_call(frame))
+        translator: Any = dynamo.current_translator()
+        seen.append((next(filter(None, calls)), translator.output.root_tx.f_code))
+        return gm.forward
+
+    x = torch.ones(2)
+    torch.compiler.reset()
+    torch.compile(program, backend=backend)(x, scale=2.0)
+    (first, code), (second, resumed) = seen
+    assert first == second == (program, (x,), {"scale": 2.0})
+    assert code is program.__code__
+    assert dynamo.is_resumed(resumed, program.__code__)
+    assert not dynamo.is_resumed(code, program.__code__)
+    assert not dynamo.is_resumed(resumed, compiled.__code__)
 
 
 @pytest.mark.parametrize("error", [dynamo.Unsupported, dynamo.SkipFrame, dynamo.RestartAnalysis])

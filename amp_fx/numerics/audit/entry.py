@@ -29,6 +29,8 @@ from amp_fx.numerics.state import (
     undisturbed,
 )
 from amp_fx.progress import working
+from amp_fx.regions.module_paths import ModulePaths, Program
+from amp_fx.regions.module_stack import call_with_paths
 from amp_fx.regions.state import no_autocast
 from amp_fx.second_call import takes_inputs_later
 
@@ -118,7 +120,8 @@ class _Audit:
         *,
         counts_saved: bool,
     ) -> AuditReport:
-        mode = AuditMode(self.guard, self.modules)
+        paths = ModulePaths(Program(self.step, args, kwargs))
+        mode = AuditMode(self.guard, paths)
         weights = self._weights()
         self.guard.note_inputs([w for w in weights if w.is_leaf])
         updates, roundings = UpdateRule(mode), Roundings()
@@ -141,7 +144,7 @@ class _Audit:
         torch.clear_autocast_cache()
         try:
             with mode.regions, regions_of_compiled(self.step), updates, hooks, mode.notes, mode:
-                loss = loss_of(call(*args, **kwargs), None)
+                loss = loss_of(call_with_paths(paths, call, *args, **kwargs), None)
                 value = None if loss is None else loss.detach().clone()
                 mode.regions.close()
                 with no_autocast():

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from amp_fx.numerics.audit.regions import Region
     from amp_fx.numerics.audit.report import Finding
     from amp_fx.numerics.state import StateGuard
+    from amp_fx.regions.module_paths import ModulePaths
     from amp_fx.torch_private.ops import OpOverload
 
 
@@ -161,8 +162,8 @@ class Uses:
 class AuditMode(Recorder):  # type: ignore[no-untyped-call]
     """Runs a step unchanged, and passes each op to rules."""
 
-    def __init__(self, guard: StateGuard, modules: Iterable[torch.nn.Module]) -> None:
-        super().__init__(guard, modules)
+    def __init__(self, guard: StateGuard, paths: ModulePaths) -> None:
+        super().__init__(guard, paths)
         self.regions = Regions(self.here)
         self.uses = Uses()
         self.rules: list[Rule] = []
