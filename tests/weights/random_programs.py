@@ -1,13 +1,21 @@
 """Random programs that write weights by any road and call compiled models, against eager autocast.
 
+The models use weights and what is computed from them in every way that a graph can (``USES``): they
+return, copy, add to results of convolutions and save them for the backward; weights are tied and
+untied. The programs write to all results and gradients that they get. ``AMP_FX_CHECK=1`` is set, so
+that every call compares cached values and weights with copies.
+
 Run by hand, for example ``python -m tests.weights.random_programs --seconds 1800``. It prints the
-seed of each program that goes wrong; ``--first SEED --programs 1`` runs that one again.
+seed of each program that goes wrong; ``--first SEED --programs 1`` runs that one again. ``--plant``
+takes one protection out of amp_fx, and programs must go wrong.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
+import os
 import random
 import sys
 import threading
@@ -18,28 +26,83 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from amp_fx.backend import caching
+from amp_fx.replaced import replaced
+from amp_fx.weights import packed
+from amp_fx.weights.read_only import CHECK_ENVIRONMENT
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     Road = Callable[["Program", int, torch.Tensor], Any]
+    Use = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 TOLERANCE = 0.2
 """Of the largest output. Outputs of another weight have nothing to do with each other; the
 roundings to bfloat16, which inductor leaves out here and there, make a few percent."""
 
 
+def _mean_of_images(x: torch.Tensor, weight: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    """Adds ``added`` to the result of a convolution, in which oneDNN may add in place."""
+    size = weight.shape[0]
+    images = x.tanh().mean(0).expand(size, size).reshape(1, 1, size, size)
+    kernel = weight.flatten()[:9].reshape(1, 1, 3, 3)
+    images = images.contiguous(memory_format=torch.channels_last)
+    return functional.conv2d(images, kernel, padding=1) + added.reshape(1, 1, size, size)
+
+
+def _in_float32(use: Use) -> Use:
+    def disabled(x: torch.Tensor, w: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return use(x.float(), w, m)
+
+    return disabled
+
+
+USES: dict[str, Use] = {
+    "clone": lambda _x, w, _m: w.clone(),
+    "copy": lambda _x, w, _m: w.to(w.dtype, copy=True),
+    "concatenation": lambda _x, w, _m: torch.cat([w]),
+    "cast": lambda _x, w, _m: w.bfloat16(),
+    "transposed cast": lambda _x, w, _m: w.bfloat16().t(),
+    "copy of a value": lambda _x, w, m: (w * m).clone(),
+    "part of a value": lambda _x, w, m: (w * m)[1:3],
+    "product with a value": lambda x, w, m: x @ (w * (1 - m)),
+    "product with a view": lambda x, w, m: x @ (w * m).t(),
+    "product with tanh": lambda x, w, _m: functional.linear(x, w.tanh()),
+    "product with exp": lambda x, w, m: functional.linear(x, w.exp() * m),
+    "elements": lambda x, w, m: (x @ m) * w[0] + x.sin() * w[1],
+    "norm": lambda x, w, m: functional.layer_norm(x, x.shape[-1:], w[0], m[0]),
+    "value as an operand": lambda x, w, m: x.sum() * (w.exp() * m),
+    "float32 product": _in_float32(lambda x, w, m: x @ (w * m)),
+    "convolution and weight": lambda x, w, _m: _mean_of_images(x, w, w.bfloat16()),
+    "convolution and value": lambda x, w, m: _mean_of_images(x, w, w.exp() * m),
+    "float32 convolution and weight": _in_float32(lambda x, w, _m: _mean_of_images(x, w, w)),
+    "float32 convolution and value": _in_float32(lambda x, w, _m: _mean_of_images(x, w, w.exp())),
+    "float32 convolution and view": _in_float32(
+        lambda x, w, _m: _mean_of_images(x, w, w.exp().t().expand(w.shape))
+    ),
+}
+"""What a net returns besides its output, of an activation, a weight and a mask."""
+
+
 class Net(nn.Module):
     """Some layers with square weights, of which some may be tied or convolutions."""
 
-    def __init__(self, kinds: list[str], size: int) -> None:
+    mask: torch.Tensor
+
+    def __init__(self, kinds: list[str], size: int, uses: Sequence[tuple[str, int]] = ()) -> None:
         super().__init__()
         self.kinds = kinds
+        self.uses = tuple(uses)
+        self.register_buffer("mask", (torch.rand(size, size) > 0.5).float())
         self.layers: Any = nn.ModuleList(_layer(kind, size) for kind in kinds)
         for i, kind in enumerate(kinds):
             if kind == "tied" and i:
                 self.layers[i].weight = self.layers[0].weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        given = x
         for kind, layer in zip(self.kinds, self.layers, strict=True):
             y = x[..., None, None] if kind == "convolution" else x
             y = layer(y).flatten(1)
@@ -47,7 +110,8 @@ class Net(nn.Module):
             x = y / (y.abs().amax().detach() + 1e-3) if kind == "twice" else torch.tanh(y)
             if kind == "twice":
                 x = functional.linear(x, layer.weight)
-        return x
+        weights = [(name, self.layers[i].weight.flatten(1)) for name, i in self.uses]
+        return [x, *(USES[name](given, weight, self.mask) for name, weight in weights)]
 
 
 def _layer(kind: str, size: int) -> nn.Module:
@@ -64,19 +128,35 @@ class Program:
         torch.manual_seed(seed)
         size = self.choose.choice((8, 16, 64))
         kinds = ("plain", "plain", "bias", "tied", "twice", "convolution")
-        self.net = Net(["plain", *self.choose.choices(kinds, k=self.choose.randint(1, 4))], size)
+        chosen = ["plain", *self.choose.choices(kinds, k=self.choose.randint(1, 4))]
+        names = self.choose.choices([*USES], k=self.choose.randint(0, 4))
+        uses = [(name, self.choose.randrange(len(chosen))) for name in names]
+        self.net = Net(chosen, size, uses)
+        self.log: list[str] = [str(uses)]
+        if self.choose.random() < 0.3:  # weights that share memory until one gets other data
+            self._share_memory()
         self.twin = copy.deepcopy(self.net)
         self.x = torch.randn(self.choose.choice((1, 3, 16)), size)
         self.past: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self.log: list[str] = []
         self.graphs = [self._compiled() for _ in range(self.choose.randint(1, 2))]
 
     def _compiled(self) -> tuple[str, Any]:
-        mode = self.choose.choice(("eval", "eval", "kept", "inference", "train"))
+        mode = self.choose.choice(("eval", "eval", "kept", "inference", "train", "train"))
         options: dict[str, Any] = {"dtype": torch.bfloat16}
         if mode == "kept":
             options["freezing"] = False
+        if mode == "train" and self.choose.random() < 0.5:
+            options["weight_cache"] = "training"
+        if self.choose.random() < 0.3:
+            options["numerics"] = "eager"
+        self.log.append(f"{mode} {options}")
         return mode, torch.compile(self.net, backend="amp_fx", options=options, dynamic=False)
+
+    def _share_memory(self) -> None:
+        """Gives the last layer the memory of the first one, as two parameters."""
+        first, last = self.net.layers[0], self.net.layers[-1]
+        if first is not last and last.weight.shape == first.weight.shape:
+            last.weight.data = first.weight.data
 
     def weight(self, i: int) -> nn.Parameter:
         found = self.net.layers[i].weight
@@ -141,24 +221,32 @@ class Program:
             return self._train(compiled)
         context = torch.inference_mode if mode == "inference" else torch.no_grad
         with context():
-            out = compiled(self.x).float()
+            results = compiled(self.x)
             with torch.autocast("cpu", torch.bfloat16):
-                expected = self.twin(self.x).float()
-        self._compare(out, expected)
+                expected = self.twin(self.x)
+            self._compare_all(results, expected)
         return None
 
     def _train(self, compiled: Any) -> None:
-        out = compiled(self.x).float()
+        results = compiled(self.x)
         with torch.autocast("cpu", torch.bfloat16):
-            expected = self.twin(self.x).float()
-        self._compare(out, expected)
+            expected = self.twin(self.x)
         weights = [self.weight(0), self.twin.layers[0].weight]
-        seed = torch.ones_like(out)
-        mine, theirs = (
-            torch.autograd.grad(o, w, seed)[0]
-            for o, w in zip((out, expected), weights, strict=True)
-        )
-        self._compare(mine, theirs, 2 * TOLERANCE)
+        gradients = [
+            torch.autograd.grad(sum(r.float().sum() for r in rs), weight)[0]
+            for rs, weight in zip((results, expected), weights, strict=True)
+        ]
+        with torch.no_grad():
+            self._compare(gradients[0], gradients[1], 2 * TOLERANCE)
+            gradients[0].zero_()
+            self._compare_all(results, expected)
+
+    def _compare_all(self, results: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+        """Compares results, and writes to them, because the caller owns them."""
+        for actual, right in zip(results, expected, strict=True):
+            self._compare(actual.float(), right.float())
+        for actual in results:
+            actual.zero_()
 
     def _compare(
         self, actual: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE
@@ -257,23 +345,35 @@ def run(seed: int) -> None:
         program.call()
 
 
+PLANTED: dict[str, tuple[Any, str, Any]] = {
+    "donated": (caching, "keep_saved", lambda _: None),
+    "constants": (packed.Constants, "to_inputs", lambda _: ([], [])),
+    "returned": (packed, "_separate_outputs", lambda *_: None),
+}
+"""Protections of cached values that ``--plant`` replaces."""
+
+
 def main() -> int:
     """Runs programs, and counts those that went wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--first", type=int, default=0, help="seed of the first program")
     parser.add_argument("--programs", type=int, default=10**9)
+    parser.add_argument("--plant", choices=PLANTED, help="a protection to take out")
     given = parser.parse_args()
+    os.environ[CHECK_ENVIRONMENT] = "1"
     torch._dynamo.config.cache_size_limit = 10**6
     num_run, num_wrong, end = 0, 0, time.monotonic() + given.seconds
-    while num_run < given.programs and time.monotonic() < end:
-        try:
-            run(given.first + num_run)
-        except (AssertionError, RuntimeError) as error:
-            num_wrong += 1
-            sys.stdout.write(f"seed {given.first + num_run}: {error}\n")
-            sys.stdout.flush()
-        num_run += 1
+    plant = replaced(PLANTED[given.plant]) if given.plant else contextlib.nullcontext()
+    with plant:
+        while num_run < given.programs and time.monotonic() < end:
+            try:
+                run(given.first + num_run)
+            except (AssertionError, RuntimeError) as error:
+                num_wrong += 1
+                sys.stdout.write(f"seed {given.first + num_run}: {error}\n")
+                sys.stdout.flush()
+            num_run += 1
     sys.stdout.write(f"{num_run} programs, {num_wrong} wrong\n")
     return min(num_wrong, 1)
 
