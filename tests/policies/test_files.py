@@ -173,7 +173,7 @@ def test_everywhere_a_policy_is_taken(tmp_path: Path) -> None:
         (f"x = {'[' * 5000}{']' * 5000}", "is not valid TOML: maximum recursion"),
         (f"format = {'1' * 5000}", "is not valid TOML: "),
         ("devices = ['gpu']", "key 'devices': 'gpu' has no table"),
-        ("[tables.cpu]\nmm = 'fp32'", "'mm' is not the qualified name"),
+        ("[tables.cpu]\nmmm = 'fp32'", "no op 'mmm'; similar names"),
     ],
 )
 def test_mistakes_name_the_file_and_the_entry(text: str, message: str, tmp_path: Path) -> None:
