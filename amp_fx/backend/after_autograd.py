@@ -22,10 +22,12 @@ from amp_fx.graphs.casts import CONVERT
 from amp_fx.passes import flatten_products as flattening
 from amp_fx.passes import keep_eager_kernels as keeping
 from amp_fx.passes import open_attention as opening
+from amp_fx.passes import round_compared as rounding
 from amp_fx.passes import widen_products as widening
 from amp_fx.passes.flatten_products import flatten_products
 from amp_fx.passes.keep_eager_kernels import keep_eager_kernels
 from amp_fx.passes.open_attention import open_attention
+from amp_fx.passes.round_compared import round_compared
 from amp_fx.passes.widen_products import widen_products
 from amp_fx.stats import record
 from amp_fx.tables import generated
@@ -45,7 +47,17 @@ DEVICES = ("cuda",)
 XPU has these kernels too (``WITH_OUT_DTYPE``), but gradients have not been run there.
 """
 
-_MODULES = (batch_norms, casting, few_rows, flattening, generated, keeping, opening, widening)
+_MODULES = (
+    batch_norms,
+    casting,
+    few_rows,
+    flattening,
+    generated,
+    keeping,
+    opening,
+    rounding,
+    widening,
+)
 _PASSES = (*(module.__file__ for module in _MODULES),)
 
 
@@ -107,6 +119,7 @@ class AfterAutograd(CustomGraphPass):
             widen_weight_grads(graph)
         self.prepare_packing(graph)
         self.widen_products(graph)
+        record(+Counter(rounded_values=round_compared(graph)))
         if self.keeps_kernels:
             keep_eager_kernels(graph)
         if self.following is not None:

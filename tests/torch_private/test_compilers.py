@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import fx
 from torch._inductor.fx_passes import mkldnn_fusion
-from torch._inductor.lowering import lowerings
+from torch._inductor.lowering import lowerings, make_pointwise
 from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch._inductor.virtualized import V
 from torch.overrides import BaseTorchFunctionMode
@@ -544,3 +544,8 @@ def test_dynamo_names_the_function_at_its_recompile_limit() -> None:
     assert described[0] is not None
     assert described[0].startswith("'function' (")
     assert reported == [(described[0], "recompile_limit (1)")]
+
+
+def test_inductor_rounds_marked_nodes() -> None:
+    """``lowering.make_pointwise`` reads the key; ``test_round_compared.py`` compares results."""
+    assert f'"{inductor_passes.ROUNDED}"' in inspect.getsource(make_pointwise)
