@@ -7,7 +7,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
-.PHONY: lock demo check test lint slow bench gpu notebooks docs pictures torch-env test-torch \
+.PHONY: lock demo check test lint slow bench gpu notebooks docs pictures torch-env test-torch newest-env test-newest \
 	test-cuda-code test-gpu-emulated clean
 
 # A small language model trains and writes with and without amp_fx; `make demo ARGS="--steps 50"`.
@@ -83,6 +83,17 @@ torch-env:
 
 test-torch:
 	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n $(WORKERS) $(ARGS)
+
+# The newest release of each library that amp_fx is tested with, and the pinned torch, in an
+# environment beside the tree.
+NEWEST := ../newest-libraries
+newest-env:
+	$(PYTHON) -m venv $(NEWEST)
+	grep -E '^(torch|triton|numpy)==' constraints.txt > $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/pip install -qq --disable-pip-version-check --upgrade -c $(NEWEST)/constraints.txt -e ".[dev,test]"
+
+test-newest:
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(WORKERS) $(ARGS)
 
 # CUDA's code on a machine without a GPU: generated, and executed on the CPU. Wants a torch that was
 # built with CUDA; `make test-cuda-code ARGS="-m slow"` runs what takes long.
