@@ -25,7 +25,8 @@ import torch
 from amp_fx.graphs.bodies import rewritten_bodies
 from amp_fx.graphs.casts import KERNEL_RESULT, Cast, inserted_cast, is_cacheable, is_widening
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
-from amp_fx.graphs.metadata import SITE, VERSION
+from amp_fx.graphs.islands import TRANSFORM
+from amp_fx.graphs.metadata import ISLAND, SITE, VERSION
 from amp_fx.graphs.values import storage_id, tensors_in, value_of, version_of
 from amp_fx.passes.base import PassResult
 
@@ -105,6 +106,8 @@ def has_gradient(node: fx.Node) -> bool:
 
 def is_aliased(node: fx.Node) -> bool:
     """Returns True if an op returns a view of the cast: a write to the view changes the cast."""
+    if any(ISLAND.get(user) == TRANSFORM for user in node.users):
+        return True  # inside, the tensor is wrapped
     storage = storage_id(value_of(node))
     return any(
         storage_id(out) == storage for user in node.users for out in tensors_in(value_of(user))

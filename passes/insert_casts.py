@@ -46,6 +46,8 @@ from amp_fx.graphs.decompose import (
     spell_out_tuples,
 )
 from amp_fx.graphs.islands import (
+    MixtureRecorder,
+    RejectedTransformError,
     evaluate_island,
     evaluate_together,
     in_steps,
@@ -169,7 +171,7 @@ class _Rewriter:
             set_value(node, value)
         for nodes in in_steps(self.graph):
             if len(nodes) > 1:
-                evaluate_together(nodes, self.fake_mode, self.decomposer.frame)
+                self._visit_transform(nodes)
             elif nodes[0].op == "get_attr":
                 set_value(nodes[0], self._attribute_value(nodes[0]))
             elif nodes[0].op in ("call_function", "call_method"):
@@ -270,18 +272,31 @@ class _Rewriter:
                 self._restore_input(node, source, next(iter(lowered), None))
 
     def _restore_input(
-        self, node: fx.Node, source: fx.Node, written: fx.Node | None = None
+        self,
+        node: fx.Node,
+        source: fx.Node,
+        written: fx.Node | None = None,
+        *,
+        before: fx.Node | None = None,
     ) -> None:
         """Casts an input to its captured dtype, or to that of a written tensor."""
         like = captured_value(source) if written is None else value_of(written)
         value = value_of(source)
         is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
         if is_float and dtypes_differ(like, value):
-            self._cast_input(node, source, like.dtype, CAPTURED_DTYPE)
+            self._cast_input(node, source, like.dtype, CAPTURED_DTYPE, before=before)
             self.counts["inputs_restored"] += 1
 
-    def _cast_input(self, node: fx.Node, source: fx.Node, dtype: torch.dtype, reason: str) -> None:
-        with self.graph.inserting_before(node):
+    def _cast_input(
+        self,
+        node: fx.Node,
+        source: fx.Node,
+        dtype: torch.dtype,
+        reason: str,
+        *,
+        before: fx.Node | None = None,
+    ) -> None:
+        with self.graph.inserting_before(before or node):
             cast = add_cast(self.graph, source, dtype, reason)
         SITE.put(cast, SITE.of(node))
         self._evaluate(cast)
@@ -322,6 +337,29 @@ class _Rewriter:
             # Bodies may contain captured dtypes, which a loop compares with those of its state.
             self._restore_inputs(node)
             self._evaluate_island(node)
+
+    def _visit_transform(self, nodes: list[fx.Node]) -> None:
+        """Evaluates a transform.
+
+        Raises:
+            RejectedTransformError: The transform would raise under an autocast that the program
+                does not ask for.
+        """
+        site, frame = SITE.of(nodes[0]), self.decomposer.frame
+        if not site.is_bare:
+            evaluate_together(nodes, self.fake_mode, frame)
+            return
+        if not site.casts_transforms:
+            for node in nodes:
+                for source in set(node.all_input_nodes).difference(nodes):
+                    self._restore_input(node, source, before=nodes[0])
+            evaluate_together(nodes, self.fake_mode, frame)
+            return
+        recorder = MixtureRecorder()
+        evaluate_together(nodes, self.fake_mode, frame, recorder)
+        reason = recorder.rejection()
+        if reason:
+            raise RejectedTransformError(reason)
 
     def _evaluate_island(self, node: fx.Node) -> None:
         if is_loop(node) and SITE.of(node).is_bare:

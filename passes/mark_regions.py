@@ -20,7 +20,6 @@ from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
 from amp_fx.graphs.conditions import SITES_KNOWN
-from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.islands import TRANSFORM, is_bare_function
 from amp_fx.graphs.markers import region_arguments
 from amp_fx.graphs.metadata import ISLAND, SITE
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.graphs.conditions import Condition
+    from amp_fx.graphs.decompose import Site
     from amp_fx.regions.state import AutocastState
 
 # Level changes of torch.func transforms and of forward-mode AD. Between two of them, tensors are
@@ -96,7 +96,11 @@ class MarkRegions:
                 state, is_bare = states[-1]
                 policy = annotated_policy(gm, node)
                 state = state if policy is None else state.with_policy(policy)
-                SITE.put(node, Site(state, is_grad_enabled, is_bare, self.site.is_branch))
+                site = dataclasses.replace(
+                    self.site, state=state, is_grad_enabled=is_grad_enabled, is_bare=is_bare
+                )
+                is_off = bool(level) and is_bare and not site.casts_transforms
+                SITE.put(node, site.without_autocast() if is_off else site)
             reason = TRANSFORM if level else island_reason(node)
             if reason is not None:
                 ISLAND.put(node, reason)

@@ -70,6 +70,12 @@ def warn_fallback(error: Exception, graph: fx.Graph, frame: CompileFrame = NO_FR
     _warn_once(head, str(error), error, graph, frame)
 
 
+def warn_transforms(error: Exception, graph: fx.Graph) -> None:
+    """Warns once per cause that the transforms of a graph run without autocast."""
+    head = "torch.func transforms run in the dtypes of the program, as they raise under autocast"
+    _warn_once(head, str(error), error, graph)
+
+
 def warn_eager(error: Exception, compiler: str, graph: fx.Graph, what: str = "graph") -> None:
     """Warns once per cause that a rewritten graph could not be compiled."""
     reason = f"{type(error).__name__}: {_first_lines(error)}"

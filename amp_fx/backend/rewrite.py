@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from amp_fx.backend.fallback import as_native_region, warn_fallback
+from amp_fx.backend.fallback import as_native_region, warn_fallback, warn_transforms
 from amp_fx.backend.numerics import is_strict
 from amp_fx.backend.pipeline import default_passes, run_passes, with_added
 from amp_fx.backend.unused_patterns import warn_unused
 from amp_fx.errors import PassError
 from amp_fx.graphs.bodies import copy_graph_module, enters_regions, has_shared_bodies
 from amp_fx.graphs.decompose import Site
+from amp_fx.graphs.islands import RejectedTransformError
 from amp_fx.graphs.opened_kernels import is_opened
 from amp_fx.graphs.places import input_path
 from amp_fx.graphs.policy_mode import ambient_policy, annotated_policy
@@ -243,6 +244,10 @@ def _run_passes(
     try:
         reports = run_passes(gm, passes, observer=observer)
     except PassError as error:
+        if isinstance(error.__cause__, RejectedTransformError):
+            warn_transforms(error.__cause__, captured.graph)
+            without = tuple(map(_without_transforms, passes))
+            return _run_passes(captured, without, options, observer, frame)
         if not options.fallback:
             raise
         log.debug("falling back", exc_info=True)
@@ -250,6 +255,13 @@ def _run_passes(
         return None
     observer.rewritten(reports)
     return gm
+
+
+def _without_transforms(each: Pass) -> Pass:
+    """Returns a pass that does not apply autocast inside of transforms."""
+    if not isinstance(each, MarkRegions):
+        return each
+    return MarkRegions(dataclasses.replace(each.site, casts_transforms=False))
 
 
 class Reporting:

@@ -122,12 +122,15 @@ class Site:
             amp_fx, and Dynamo captured the node without autocast.
         is_branch: Whether the node is in a branch of ``cond``. Such a branch traces its backward
             with the autocast cache off, so each use of a weight has a separate cast.
+        casts_transforms: Whether autocast applies inside torch.func transforms and levels of
+            forward-mode AD outside of the program's regions.
     """
 
     state: AutocastState
     is_grad_enabled: bool
     is_bare: bool = False
     is_branch: bool = False
+    casts_transforms: bool = True
 
     def without_cast_cache(self) -> Site:
         """Returns this site with eager autocast's weight cache disabled."""

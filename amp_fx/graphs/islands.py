@@ -6,10 +6,12 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from torch.fx.node import map_arg
+import torch
+from torch.fx.node import map_aggregate, map_arg
 
 from amp_fx.graphs.metadata import ISLAND, SITE
 from amp_fx.graphs.policy_mode import policy_applied
+from amp_fx.graphs.sizes import hint, num_elements
 from amp_fx.graphs.values import (
     adopt_captured,
     analysis,
@@ -21,11 +23,13 @@ from amp_fx.graphs.values import (
     value_of,
 )
 from amp_fx.regions.module_stack import NO_FRAME, module_stack
+from amp_fx.regions.state import no_autocast
 from amp_fx.torch_private.autograd import (
     enter_dual_level,
     exit_dual_level,
     functorch_levels_restored,
 )
+from amp_fx.torch_private.modes import TorchDispatchMode
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,6 +38,7 @@ if TYPE_CHECKING:
 
     from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.torch_private.fake_tensors import FakeTensorMode
+    from amp_fx.torch_private.ops import OpOverload
 
 TRANSFORM = "torch.func transform"
 """Value of ``metadata.ISLAND`` for nodes inside a torch.func transform or a forward-mode AD level.
@@ -80,7 +85,10 @@ def evaluate_island(
 
 
 def evaluate_together(
-    nodes: list[fx.Node], fake_mode: FakeTensorMode | None, frame: CompileFrame = NO_FRAME
+    nodes: list[fx.Node],
+    fake_mode: FakeTensorMode | None,
+    frame: CompileFrame = NO_FRAME,
+    recorder: MixtureRecorder | None = None,
 ) -> None:
     """Evaluates the nodes of one transform and records the values of its results.
 
@@ -91,6 +99,7 @@ def evaluate_together(
     values: dict[fx.Node, Any] = {}
     with (
         native_autocast(nodes[0], fake_mode),
+        recorder or contextlib.nullcontext(),
         functorch_levels_restored(),
         contextlib.ExitStack() as dual_level,
     ):
@@ -107,6 +116,52 @@ def evaluate_together(
     for node in nodes:
         is_result = not set(node.users).issubset(nodes)
         set_value(node, values[node] if is_result else captured_value(node))
+
+
+class RejectedTransformError(Exception):
+    """A transform would raise under an autocast that the program does not ask for."""
+
+
+class MixtureRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the ops of ATen that get several floating-point dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[OpOverload, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Calls an op."""
+        kwargs = kwargs or {}
+        dtypes = {t.dtype for t in tensors_in(args, kwargs) if t.is_floating_point()}
+        if len(dtypes) > 1 and func.namespace == "aten":
+            self.calls.append((func, args, kwargs))
+        return func(*args, **kwargs)
+
+    def rejection(self) -> str:
+        """Returns the error of the first real kernel that rejects its dtypes, or ``""``.
+
+        Fake kernels accept more. The real kernels run on zeros. Large calls are not tried.
+        """
+        for func, args, kwargs in self.calls:
+            if sum(map(num_elements, tensors_in(args, kwargs))) > _MAX_ELEMENTS:
+                continue
+            given, options = map_aggregate((args, kwargs), _zeros_like)
+            try:
+                with torch.random.fork_rng(devices=[]), torch.no_grad(), no_autocast():
+                    func(*given, **options)
+            except RuntimeError as error:
+                return f"{func}: {error}".splitlines()[0]
+        return ""
+
+
+_MAX_ELEMENTS = 2**22
+"""Maximum number of elements to try an op with: 16 MB of zeros."""
+
+
+def _zeros_like(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.zeros([hint(size) for size in value.size()], dtype=value.dtype)
+    return hint(value)
 
 
 def _resolve_module_policy(nodes: list[fx.Node], frame: CompileFrame) -> None:
