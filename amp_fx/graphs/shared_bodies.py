@@ -10,7 +10,6 @@ regions, policies and modules have the same effect.
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +28,7 @@ from amp_fx.graphs.metadata import CUSTOM, MODULE_STACK
 from amp_fx.graphs.places import dynamo_name
 from amp_fx.graphs.policy_mode import annotated_policy, is_policy_annotation
 from amp_fx.graphs.values import is_written, recorded_value, set_value, value_of
-from amp_fx.policies.changes import join_path, module_path
+from amp_fx.policies.changes import plain_name
 from amp_fx.regions.module_stack import NO_FRAME, module_stack
 from amp_fx.torch_private import pytree
 from amp_fx.torch_private.higher_order import (
@@ -91,8 +90,7 @@ class SharedBodies:
                     CUSTOM.put(inner, kept)
                 stack = MODULE_STACK.get(inner)
                 if renames and stack:
-                    renamed = {k: (_rename(name, renames), c) for k, (name, c) in stack.items()}
-                    MODULE_STACK.put(inner, renamed)
+                    MODULE_STACK.put(inner, _renamed(stack, renames))
         return body
 
     def key_of(self, node: fx.Node, body: fx.GraphModule, site: Site) -> Any:
@@ -141,7 +139,7 @@ class SharedBodies:
         The modules are those around the call, and those that own weights among the operands.
         """
         stack = list((MODULE_STACK.get(node) or {}).values())
-        path = _plain(stack[-1][0]) if stack else ""
+        path = plain_name(stack[-1][0]) if stack else ""
         pairs = [(self._first_module.setdefault(str(node.args[1]), path), path)]
         placeholders = body.graph.find_nodes(op="placeholder")
         for inner, operand in zip(placeholders, operands_of(node), strict=True):
@@ -204,17 +202,7 @@ def _weight_paths(gm: fx.GraphModule) -> Iterator[tuple[int, str]]:
     for node in gm.graph.find_nodes(op="placeholder"):
         source = getattr(node, "_dynamo_source", None)
         if source is not None:
-            yield id(recorded_value(node)), _plain(dynamo_name(source)).rpartition(".")[0]
-
-
-_ROOT = re.compile(r"[LG]\['[^']*'\]")
-
-
-def _plain(name: str) -> str:
-    """Returns a name of Dynamo's with plain paths: ``L['m']._modules['a']`` is ``L['m'].a``."""
-    match = _ROOT.match(name)
-    root = match[0] if match is not None else ""
-    return join_path(root, module_path(name.removeprefix(root)))
+            yield id(recorded_value(node)), plain_name(dynamo_name(source)).rpartition(".")[0]
 
 
 def _without_common_end(old: str, new: str) -> tuple[str, str]:
@@ -226,11 +214,21 @@ def _without_common_end(old: str, new: str) -> tuple[str, str]:
     return ".".join(olds), ".".join(news)
 
 
-def _rename(name: str, renames: Mapping[str, str]) -> str:
-    """Returns the name of a module, with the longest matching start of its path replaced."""
-    path = _plain(name)
-    starts = [old for old in renames if path == old or path.startswith(f"{old}.")]
-    if not starts:
-        return name
-    start = max(starts, key=len)
-    return renames[start] + path.removeprefix(start)
+def _renamed(
+    stack: Mapping[str, tuple[str, Any]], renames: Mapping[str, str]
+) -> dict[str, tuple[str, Any]]:
+    """Returns a module stack with the longest matching start of each module's path replaced.
+
+    The keys of replaced entries are no ids of modules, so that ``module_stack`` reads the names.
+    """
+    renamed: dict[str, tuple[str, Any]] = {}
+    for key, (name, cls) in stack.items():
+        path = plain_name(name)
+        starts = [old for old in renames if path == old or path.startswith(f"{old}.")]
+        if starts:
+            start = max(starts, key=len)
+            new = renames[start] + path.removeprefix(start)
+            renamed[f"{new}@{key}"] = new, cls
+        else:
+            renamed[key] = name, cls
+    return renamed
