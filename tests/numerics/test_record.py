@@ -69,7 +69,7 @@ def test_the_layer_that_was_changed_differs_first(off: int, compiler: str | None
     assert (found.first.stage, found.first.module, found.first.op) == ("forward", f"{off}", "mul")
     assert found.first.source.endswith("y = y * 1.01 if self.is_off else y * 1.0")
     modules = [op.module for op in found.ops if op.stage == "forward" and op.module]
-    assert min(int(module.split(".")[1]) for module in modules) == off
+    assert min(int(module.split(".")[0]) for module in modules) == off
     assert {op.stage for op in found.ops} == {"forward", "backward", "result"}
 
 
