@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_fx
-from amp_fx import stats
+from amp_fx import weight_cache
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.graphs.bodies import graphs_in
 from amp_fx.passes.base import PassResult
@@ -344,6 +344,9 @@ def test_policies_of_modules_apply_to_the_module_that_is_called(
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+WEIGHTS = ("up.weight", "up.bias", "down.weight", "down.bias")
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_weights_in_bodies_are_cached(training: bool) -> None:
     net = nn.Sequential(*(Mlp() for _ in range(4)))
@@ -351,7 +354,6 @@ def test_weights_in_bodies_are_cached(training: bool) -> None:
     compiled = torch.compile(net, backend="amp_fx", options=options)
     x = torch.randn(4, 8)
     with torch.set_grad_enabled(training):
-        stats.reset()
         compiled(x)
         compiled(x)
         with torch.no_grad():
@@ -359,7 +361,8 @@ def test_weights_in_bodies_are_cached(training: bool) -> None:
         found = compiled(x)
         with bfloat16():
             expected = net(x)
-    assert stats.snapshot()["weight_casts_kept"] == 16
+    names = {name for entry in weight_cache.stats().values for name in entry.weights}
+    assert {f"{layer}.{name}" for layer in range(4) for name in WEIGHTS} <= names
     torch.testing.assert_close(found, expected.float(), rtol=0, atol=0)
 
 
