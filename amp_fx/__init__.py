@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from amp_fx.tables.cast_policy import CastPolicy
     from amp_fx.weights.keep import Keep, keep
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "AccuracyReport",
