@@ -21,7 +21,7 @@ from amp_fx.eager.region import autocast
 from amp_fx.errors import AmpFxError, UnsupportedError
 from amp_fx.explanation.running import isolated
 from amp_fx.explanation.table import without_numbers
-from amp_fx.front.compile import compile as compile_step
+from amp_fx.front.compile import compile as compile_program
 from amp_fx.numerics.entry import (
     Asked,
     asked_for,
@@ -459,7 +459,7 @@ class _Search:
         if self.compiler is None:
             return None
         with isolated():
-            compiled = compile_step(
+            compiled = compile_program(
                 self.step,
                 device_type=self.device_type,
                 dtype=self.dtype,
