@@ -388,15 +388,19 @@ def bump(x: Tensor, y: Tensor) -> None:
 
 @pytest.mark.parametrize("is_decomposed", [False, True])
 def test_custom_ops_run_as_in_eager_autocast(is_decomposed: bool) -> None:
+    """A program that was captured elsewhere gets the mixed inputs of custom ops in float32."""
+
     class Custom(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(8, 8)
+            self.gets_float32 = False
             self.weight = nn.Parameter(torch.randn(8))
             self.register_buffer("total", torch.zeros(8))
 
         def forward(self, x: Tensor) -> Tensor:
-            y = scale(self.layer(x), self.weight)
+            y = self.layer(x)
+            y = scale(y.float() if self.gets_float32 else y, self.weight)
             bump(self.total, y)
             found: Tensor = self.layer(y) + self.total
             return found
@@ -407,6 +411,7 @@ def test_custom_ops_run_as_in_eager_autocast(is_decomposed: bool) -> None:
     if is_decomposed:
         given = torch.export.export(given, (x,)).run_decompositions()
         program = amp_fx.export(given, dtype="bf16")
+    model.gets_float32 = is_decomposed
     same_bits(program.module()(x), eager(model, x).float())
     assert dtypes(program)["weight"] == torch.float32
 

@@ -39,7 +39,7 @@ def run(folder: Path, test: str, *flags: str) -> str:
 @pytest.mark.parametrize(
     ("allow", "code", "message"),
     [
-        ([], 1, "weights_low: step"),
+        ([], 1, "weights_low: test_it.py:8"),
         (["weights_low"], 0, "1 passed"),
         (["weight_low"], 1, "the kinds are update_lost, state_low"),
     ],
