@@ -52,6 +52,7 @@ from amp_fx.weights.split import (
     Prepare,
     copy_prepared,
     escaping,
+    forces_strides,
     run_node,
     values_read,
     viewed_by,
@@ -156,7 +157,8 @@ class Constants:
         """Computes nodes, and frees each value and constant after its last user.
 
         All weights of a model in one more dtype or layout are large. What nodes outside of
-        ``nodes`` use is never freed.
+        ``nodes`` use is never freed. Neither are the program's own constants, such as a
+        ``torch.tensor([1.0, 2.0])``: nodes that depend on them alone stay in the graph.
         """
         num_users = {node: len(node.users) for node in nodes}
         attributes = Counter(str(node.target) for node in gm.graph.find_nodes(op="get_attr"))
@@ -171,8 +173,9 @@ class Constants:
                 if num_users[source]:
                     continue
                 del values[source]
-                if source.op == "get_attr" and attributes[str(source.target)] == 1:
-                    gm._buffers[str(source.target)] = torch.empty(0)  # until it is unused
+                name = str(source.target)
+                if source.op == "get_attr" and name in self.copies and attributes[name] == 1:
+                    gm._buffers[name] = torch.empty(0)  # until it is unused
         return values
 
     def to_inputs(self) -> tuple[list[CachedValueSpec], list[Any]]:
@@ -436,6 +439,7 @@ def pack(
             widen(gm.graph)
         if layout_opt:
             freezing.convert_conv_weights_to_channels_last(gm)
+            _release_layouts(gm)
         with (
             replaced((freezing, "constant_fold", constants.fold)),
             batch_norm_folding(bool(folds_batch_norm)),
@@ -452,6 +456,24 @@ def pack(
             check(gm.graph)
         record_has_frozen_params(gm)
     return constants, taken, layout_opt
+
+
+def _release_layouts(gm: fx.GraphModule) -> None:
+    """Removes the stride orders that inductor forced on outputs without a convolution before them.
+
+    Their layouts do not change. ``remove_noop_ops`` protects an output that copies an input, but
+    does not look through this op: the caller would get the weight whose copy the program returns.
+    """
+    convolved: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        is_convolution = node.target is torch.ops.aten.convolution.default
+        if is_convolution or not convolved.isdisjoint(node.all_input_nodes):
+            convolved.add(node)
+    output = gm.graph.output_node()
+    for node in output.all_input_nodes:
+        if forces_strides(node) and node not in convolved:
+            output.replace_input_with(node, node.all_input_nodes[0])
+            gm.graph.erase_node(node)
 
 
 def _without_duplicates(graph: fx.Graph) -> fx.Graph:
