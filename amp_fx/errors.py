@@ -26,11 +26,11 @@ class PolicyError(AmpFxError, ValueError):
 
 
 class StaleWeightError(AmpFxError, RuntimeError):
-    """A cached value differs from the value of its weights (only with ``verify="full"``)."""
+    """A cached value differs from what its weights give.
 
-
-class CachedValueWrittenError(AmpFxError, RuntimeError):
-    """Compiled code wrote to a cached value or to a weight (only with ``AMP_FX_CHECK=1``)."""
+    With ``verify="full"``, the value is stale. With ``AMP_FX_CHECK=1``, compiled code wrote to the
+    value or to a weight.
+    """
 
 
 class RegionError(AmpFxError, RuntimeError, ValueError):

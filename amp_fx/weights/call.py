@@ -93,8 +93,8 @@ class CachedCall:
         """Calls the graph.
 
         Raises:
-            StaleWeightError: With ``verify="full"``, a weight was written without a signal.
-            CachedValueWrittenError: With ``AMP_FX_CHECK=1``, compiled code wrote to a cached value.
+            StaleWeightError: With ``verify="full"``, a weight was written without a signal. With
+                ``AMP_FX_CHECK=1``, compiled code wrote to a cached value.
         """
         args = tuple(boxed_args)
         boxed_args.clear()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.errors import CachedValueWrittenError
+from amp_fx.errors import StaleWeightError
 from amp_fx.torch_private.tensors import data_address
 from amp_fx.weights.entry import computing_values, read_only, same_bits
 from amp_fx.weights.store import STORE
@@ -59,7 +59,7 @@ def check_values(culprit: str) -> None:
         culprit: What ran since the latest check.
 
     Raises:
-        CachedValueWrittenError: A value changed without being computed again, or a weight without
+        StaleWeightError: A value changed without being computed again, or a weight without
             a signal that reports the write.
     """
     with STORE.locked(), computing_values():
@@ -75,13 +75,13 @@ def check_values(culprit: str) -> None:
             if not same_bits(snapshot.value, copied(entry.value)):
                 del _SNAPSHOTS[entry]
                 ops = ", ".join(entry.spec.ops)
-                raise CachedValueWrittenError(
+                raise StaleWeightError(
                     f"{culprit} wrote to the cached value of {names} of {entry.owner} ({ops}): "
                     f"{ADVICE}"
                 )
             if entry.is_fresh() and not same_bits(snapshot.weights, copied(weights)):
                 del _SNAPSHOTS[entry]
-                raise CachedValueWrittenError(
+                raise StaleWeightError(
                     f"{culprit} wrote to {names} of {entry.owner} where PyTorch cannot see it: "
                     f"{ADVICE}"
                 )
@@ -93,13 +93,13 @@ def check_weights(
     """Compares weights with copies from before a call.
 
     Raises:
-        CachedValueWrittenError: A weight changed.
+        StaleWeightError: A weight changed.
     """
     with computing_values():
         pairs = [(copied(weight), copy) for weight, copy in zip(weights, copies, strict=True)]
     for name, (now, before) in zip(names, pairs, strict=True):
         if not same_bits(now, before):
-            raise CachedValueWrittenError(
+            raise StaleWeightError(
                 f"compiled code wrote to {name} of {owner}, which the program does not write: "
                 f"{ADVICE}"
             )
@@ -136,7 +136,7 @@ def checked_results(call: CachedCall, returned: Collection[int]) -> Any:
         for position in returned:
             memory = _memory(results[position])
             if memory is not None and memory in owners:
-                raise CachedValueWrittenError(
+                raise StaleWeightError(
                     f"the compiled code of {call.owner} returned memory of {owners[memory]} as "
                     f"result {position}: {ADVICE}"
                 )

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from amp_fx.backend import caching
-from amp_fx.errors import CachedValueWrittenError
+from amp_fx.errors import StaleWeightError
 from amp_fx.weights import packed
 from amp_fx.weights.read_only import CHECK_ENVIRONMENT
 from amp_fx.weights.store import STORE
@@ -190,7 +190,7 @@ def test_check_finds_a_value_that_the_backward_overwrites(monkeypatch: pytest.Mo
     options: dict[str, Any] = {"numerics": "eager"}
     compiled = torch.compile(program, backend="amp_fx", options=options)
     x = random(SIZE, SIZE, seed=4)
-    with pytest.raises(CachedValueWrittenError, match=r"backward of .*cached value of mask"):
+    with pytest.raises(StaleWeightError, match=r"backward of .*cached value of mask"):
         compiled(x).sum().backward()
 
 
@@ -202,7 +202,7 @@ def test_check_finds_a_weight_that_is_returned(monkeypatch: pytest.MonkeyPatch) 
     program = Program(RETURNED["copy"])
     compiled = torch.compile(program, backend="amp_fx")
     x = random(SIZE, SIZE, seed=4)
-    with pytest.raises(CachedValueWrittenError, match="returned memory of w as result 1"):
+    with pytest.raises(StaleWeightError, match="returned memory of w as result 1"):
         compiled(x)
 
 
@@ -215,6 +215,6 @@ def test_check_finds_a_value_that_is_written(monkeypatch: pytest.MonkeyPatch) ->
     compiled(x)
     [entry] = [e for e in STORE.entries.values() if e.spec.names == ("w", "mask")]
     entry.value.add_(1)
-    with pytest.raises(CachedValueWrittenError, match=r"since the latest call wrote .* w, mask of"):
+    with pytest.raises(StaleWeightError, match=r"since the latest call wrote .* w, mask of"):
         compiled(x)
     compiled(x)
