@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.regions.state import (
     AutocastState,
     autocast_device_types,
@@ -140,8 +141,16 @@ def test_no_autocast_turns_all_off_and_regions_inside_on_again() -> None:
 
 
 @pytest.mark.falls_back
-def test_an_exception_inside_of_markers_leaves_no_region() -> None:
-    """The thread would stay inside of one, and weights that it has cast would stay as they were."""
+def test_an_exception_inside_of_markers_leaves_no_region(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread would stay inside of one, and weights that it has cast would stay as they were.
+
+    A graph that cannot be rewritten runs between the markers of a native region.
+    """
+
+    def fail(*_: object) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(InsertCasts, "call", fail)
 
     def nesting() -> int:
         torch.autocast_increment_nesting()
