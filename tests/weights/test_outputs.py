@@ -82,7 +82,7 @@ class Returning(torch.nn.Module):
         super().__init__()
         self.patch = torch.nn.Conv2d(3, 8, 4, 4)
         self.scale = torch.nn.Parameter(torch.tensor([6.0, 2.0]))
-        self.register_buffer("index", torch.arange(4))
+        self.index = torch.nn.Buffer(torch.arange(4))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         scale = self.scale
