@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten
 
 from amp_fx.dtypes import dtype_name
 
-INVISIBLE = ("prim.", "aten._to_copy", "aten.detach", "aten.alias", "aten.lift_fresh")
+INVISIBLE = ("prim.", "aten._to_copy", "aten.to.", "aten.detach", "aten.alias", "aten.lift_fresh")
 """Ops that casting is made of, or that compute nothing."""
 
 

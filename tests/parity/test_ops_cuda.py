@@ -10,6 +10,7 @@ call by call where it differs or breaks up.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.autocast_test_lists import AutocastTestLists
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from amp_fx.dtypes import dtype_name
+from amp_fx.graphs.opened_kernels import corrected_version
 from tests.op_recorder import OpRecorder
 from tests.parity import exceptions, oracle
 from tests.parity.calls import OPS, Call, assert_alike, op_calls, program_of
@@ -28,6 +31,7 @@ from tests.parity.oracle import Way
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
     from tests.parity.oracle import Program
 
@@ -44,11 +48,27 @@ class Trace:
     outputs: list[str]
 
 
-def trace(program: Program, region: torch.dtype | None) -> Trace:
-    """Run a program on fake tensors and write down what it does."""
+class RealDtypes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives eager calls the dtypes of the real kernel where a fake kernel promises others.
+
+    The versions that do so are compared with real kernels on the CPU (``test_ops_cpu.py``).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kernel = corrected_version(func, args) or func
+        return kernel(*args, **kwargs or {})
+
+
+def trace(
+    program: Program, region: torch.dtype | None, kernels: AbstractContextManager[Any] | None = None
+) -> Trace:
+    """Run a program on fake tensors and write down what it does, within the mode ``kernels``."""
     with oracle.region_of("cuda", region), torch.no_grad():
         program()  # the first call compiles
-        with OpRecorder() as recorder:
+        with OpRecorder() as recorder, kernels or contextlib.nullcontext():
             leaves = tree_flatten(program())[0]
     outputs = [
         dtype_name(leaf.dtype) if isinstance(leaf, torch.Tensor) else str(type(leaf))
@@ -71,12 +91,12 @@ def captured_trace(program: Callable[..., Any], args: Any, way: Way, dtype: torc
 
 def eager_trace(program: Callable[..., Any], args: Any, way: Way, dtype: torch.dtype) -> Trace:
     """What eager autocast makes of a program; outputs as ``oracle.run_eager`` has them."""
-    made = trace(lambda: program(args), dtype)
+    made = trace(lambda: program(args), dtype, RealDtypes())
     if way is Way.AMBIENT:
         return made
     with torch.no_grad():
-        plain = program(args)
-    with oracle.region_of("cuda", dtype), torch.no_grad():
+        plain = program(args)  # as Dynamo captures it: what a bare backend has to return
+    with oracle.region_of("cuda", dtype), torch.no_grad(), RealDtypes():
         low = program(args)
     leaves = tree_flatten(tree_map(oracle.cast_like, low, plain))[0]
     made.outputs = [
