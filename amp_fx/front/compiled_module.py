@@ -64,8 +64,6 @@ def wrap_module(module: torch.nn.Module, compiled: Any, settings: RegionSettings
     """Returns a compiled module that enters a region for every call."""
     if compiled is module:
         return CompiledModule(module, NullDecorator(), settings)
-    result = CompiledModule(module, compiled.dynamo_ctx, settings)
-    for name in ("_torchdynamo_orig_callable", "_torchdynamo_wrapper_id", "get_compiler_config"):
-        if name in compiled.__dict__:
-            object.__setattr__(result, name, compiled.__dict__[name])
-    return result
+    # Without get_compiler_config and the like of ``compiled``: torch.compile refuses a module that
+    # has the first, and would call the original without the region because of the others.
+    return CompiledModule(module, compiled.dynamo_ctx, settings)

@@ -76,6 +76,7 @@ class RegionSettings:
         for name in [n for n in in_region.__dict__ if n.startswith("_torchdynamo")]:
             # Dynamo would call the functions in these attributes directly, without the region.
             del in_region.__dict__[name]
+        in_region.__dict__.pop("get_compiler_config", None)  # torch.compile refuses what has it
         return in_region
 
     def restored(self, outputs: Any, inputs: Any) -> Any:

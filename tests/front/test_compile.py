@@ -124,7 +124,8 @@ def test_module_out(model: Breaks, x: torch.Tensor) -> None:
     ours.to(torch.float64)
     assert model.first.weight.dtype == torch.float64
     assert ours(x.double())[0].dtype == torch.float64
-    assert set(dir(torchs)) <= set(dir(ours))
+    of_torch = {name for name in vars(torchs) if name.startswith("_torchdynamo")}
+    assert set(dir(torchs)) - of_torch - {"get_compiler_config"} <= set(dir(ours))
 
 
 def test_hooks_run_in_the_region(x: torch.Tensor) -> None:
@@ -197,6 +198,25 @@ def test_inside_other_compiled_code(x: torch.Tensor) -> None:
         torch._dynamo.reset()
         result = torch.compile(outer, backend=backend, fullgraph=True)(x)
         assert [out.dtype for out in result] == [f16, f16, f32]
+
+
+@pytest.mark.parametrize("kind", ["module", "forward", "function"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "amp_fx"])
+def test_torch_compile_keeps_the_region(kind: str, backend: str, x: torch.Tensor) -> None:
+    layer = nn.Linear(4, 4)
+    module = amp_fx.compile(layer, dtype=f16, **EAGER)
+
+    @amp_fx.compile(dtype=f16, **EAGER)  # type: ignore[untyped-decorator]
+    def function(x: torch.Tensor) -> Any:
+        return layer(x)
+
+    ours: Any = {"module": module, "forward": module.forward, "function": function}[kind]
+    compiled: Any = torch.compile(ours, backend=backend)
+    expected = eager(lambda: layer(x), dtype=f16)
+    for _ in range(2):
+        assert_same(compiled(x), expected)
+    again: Any = amp_fx.compile(module.forward, dtype=bf16, **EAGER)
+    assert_same(again(x), expected)  # the region of the method is the innermost one
 
 
 def test_device_of_the_region(x: torch.Tensor) -> None:
