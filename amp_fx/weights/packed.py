@@ -52,7 +52,6 @@ from amp_fx.weights.split import (
     Prepare,
     copy_prepared,
     escaping,
-    forces_strides,
     run_node,
     values_read,
     viewed_by,
@@ -438,8 +437,10 @@ def pack(
         if widen is not None:
             widen(gm.graph)
         if layout_opt:
-            freezing.convert_conv_weights_to_channels_last(gm)
-            _release_layouts(gm)
+            # Recorded strides fix the layout of outputs. An op that does it as well would hide
+            # from passes that its input is returned, and they would remove copies before it.
+            with replaced((freezing, "enforce_output_layout", lambda _: None)):
+                freezing.convert_conv_weights_to_channels_last(gm)
         with (
             replaced((freezing, "constant_fold", constants.fold)),
             batch_norm_folding(bool(folds_batch_norm)),
@@ -456,24 +457,6 @@ def pack(
             check(gm.graph)
         record_has_frozen_params(gm)
     return constants, taken, layout_opt
-
-
-def _release_layouts(gm: fx.GraphModule) -> None:
-    """Removes the stride orders that inductor forced on outputs without a convolution before them.
-
-    Their layouts do not change. ``remove_noop_ops`` protects an output that copies an input, but
-    does not look through this op: the caller would get the weight whose copy the program returns.
-    """
-    convolved: set[fx.Node] = set()
-    for node in gm.graph.nodes:
-        is_convolution = node.target is torch.ops.aten.convolution.default
-        if is_convolution or not convolved.isdisjoint(node.all_input_nodes):
-            convolved.add(node)
-    output = gm.graph.output_node()
-    for node in output.all_input_nodes:
-        if forces_strides(node) and node not in convolved:
-            output.replace_input_with(node, node.all_input_nodes[0])
-            gm.graph.erase_node(node)
 
 
 def _without_duplicates(graph: fx.Graph) -> fx.Graph:

@@ -324,16 +324,7 @@ def is_view(node: fx.Node) -> bool:
     if node.target is aten.reshape.default:
         return _is_viewable(VALUE.get(node.all_input_nodes[0]), VALUE.get(node))
     has_view_schema = getattr(node.target, "is_view", False)
-    return bool(has_view_schema) or node.target is aten._unsafe_view.default or forces_strides(node)
-
-
-def forces_strides(node: fx.Node) -> bool:
-    """Returns True for the op in which inductor's layout pass wraps each output.
-
-    It returns its input if the strides fit. The op is compared by name because it exists only after
-    inductor is imported.
-    """
-    return str(node.target) == "prims.inductor_force_stride_order.default"
+    return bool(has_view_schema) or node.target is aten._unsafe_view.default
 
 
 def _is_viewable(value: Any, reshaped: Any) -> bool:
@@ -343,7 +334,7 @@ def _is_viewable(value: Any, reshaped: Any) -> bool:
     like = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
     try:
         like.view(reshaped.size())
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # of kernels, and of fake tensors
         return False
     return True
 

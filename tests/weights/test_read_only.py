@@ -117,6 +117,11 @@ RETURNED: dict[str, Function] = {
     "cast": lambda m, x: (x @ m.w, m.w.bfloat16()),
     "value and its copy": lambda m, x: (x @ (m.w * m.mask), (m.w * m.mask).clone()),
     "part": lambda m, x: (x @ m.w, m.w[2:4].clone(), m.mask.clone()),
+    "convolution and copies": lambda m, x: (
+        _convolution(m, x, m.w),
+        m.w.clone(),
+        m.v.to(torch.float32, copy=True),
+    ),
     "convolution + parameter": lambda m, x: (_convolution(m, x, m.w.bfloat16()),),
     "convolution + parameter in float32": _in_float32(lambda m, x: _convolution(m, x, m.w)),
     "convolution + value in float32": _in_float32(lambda m, x: _convolution(m, x, m.w.exp())),
