@@ -18,6 +18,7 @@ from torch._inductor.codegen.cpp_micro_gemm import (
     create_micro_gemm,
 )
 from torch._inductor.codegen.cpp_template_kernel import CppTemplateKernel
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.constant_folding import replace_node_with_constant
 from torch._inductor.decomposition import decompositions, select_decomp_table
 from torch._inductor.freezing_utils import enter_freezing, is_frozen_param, record_has_frozen_params
@@ -43,7 +44,10 @@ from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.utils import Placeholder, parallel_num_threads
 from torch._inductor.virtualized import V, ops
 
+from amp_fx.replaced import replaced
+
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from contextlib import AbstractContextManager
 
 __all__ = (
@@ -75,6 +79,7 @@ __all__ = (
     "store_result",
     "tuned_bmm",
     "view_to_reshape",
+    "without_input_asserts",
 )
 
 
@@ -109,6 +114,25 @@ def store_result(node: torch.fx.Node) -> None:
     Relies on ``inductor_realize_to_strides`` in ``node.meta``.
     """
     node.meta["inductor_realize_to_strides"] = True
+
+
+def without_input_asserts(names: Collection[str]) -> AbstractContextManager[None]:
+    """Context in which generated code does not check sizes and strides of some inputs.
+
+    A check takes 0.5 us of the host's time in every call.
+
+    Relies on ``PythonWrapperCodegen.codegen_input_size_asserts`` adding checks to
+    ``_pending_input_asserts``, by the names of the placeholders.
+    """
+    add_asserts = PythonWrapperCodegen.codegen_input_size_asserts
+
+    @functools.wraps(add_asserts)
+    def add_others(self: Any) -> None:
+        add_asserts(self)
+        for name in names:
+            self._pending_input_asserts.pop(name, None)
+
+    return replaced((PythonWrapperCodegen, "codegen_input_size_asserts", add_others))
 
 
 def packing_for_onednn() -> AbstractContextManager[None]:

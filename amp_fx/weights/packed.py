@@ -290,6 +290,8 @@ def compile_packed(
         CannotPackError: Nothing can be cached, or inductor added constants whose computation is
             unknown.
     """
+    from amp_fx.torch_private.inductor import without_input_asserts
+
     with _compiling_constants():
         constants, taken, layout_opt = pack(
             gm,
@@ -308,11 +310,18 @@ def compile_packed(
         static += range(len(taken), len(taken) + len(examples))
         inputs = [*(example_inputs[i] for i in taken), *examples]
         kwargs = {**kwargs, "static_input_idxs": static, "layout_opt": layout_opt}
+        new_inputs = gm.graph.find_nodes(op="placeholder")[len(taken) :]
         of_templates = TemplateConstants(constants.prepare)
         for attribute, node in constants.copies.items():
             if attribute in gm._buffers:
                 of_templates.add(gm.get_buffer(attribute), node)
-        with _real_constants(example_inputs), _packed_in_cache_keys(), of_templates.following():
+        with (
+            _real_constants(example_inputs),
+            _packed_in_cache_keys(),
+            of_templates.following(),
+            # The store computes values with the strides for which the graph is compiled.
+            without_input_asserts([str(node.target) for node in new_inputs]),
+        ):
             compiled = compile_graph(gm, inputs, **kwargs)
     by_name = _constants_of(gm, compiled, constants, of_templates)
     if not by_name and not value_specs:

@@ -549,3 +549,17 @@ def test_dynamo_names_the_function_at_its_recompile_limit() -> None:
 def test_inductor_rounds_marked_nodes() -> None:
     """``lowering.make_pointwise`` reads the key; ``test_round_compared.py`` compares results."""
     assert f'"{inductor_passes.ROUNDED}"' in inspect.getsource(make_pointwise)
+
+
+@needs.CPP_COMPILER
+def test_checks_of_some_inputs_can_be_left_out() -> None:
+    def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+    codes = []
+    for names in ((), ("arg1_1",)):
+        with inductor.without_input_asserts(names), fresh_cache():
+            torch.compiler.reset()
+            _, (code,) = run_and_get_code(torch.compile(add), torch.ones(4), torch.ones(4))
+        codes.append(code)
+    assert [code.count("assert_size_stride(") for code in codes] == [2, 1]
