@@ -65,8 +65,8 @@ def check_values(culprit: str) -> None:
     with STORE.locked(), computing_values():
         for entry in list(STORE.entries.values()):
             weights = entry.weights()
-            if entry.value is None or entry.spec.is_alias or weights is None:
-                continue
+            if entry.spec.is_alias or weights is None or not entry.is_fresh():
+                continue  # a stale value is not used, and may be a view of a weight
             snapshot = _SNAPSHOTS.get(entry)
             if snapshot is None or snapshot.computation != entry.slot.made:
                 _SNAPSHOTS[entry] = Snapshot(entry.slot.made, copied(entry.value), copied(weights))
@@ -79,7 +79,7 @@ def check_values(culprit: str) -> None:
                     f"{culprit} wrote to the cached value of {names} of {entry.owner} ({ops}): "
                     f"{ADVICE}"
                 )
-            if entry.is_fresh() and not same_bits(snapshot.weights, copied(weights)):
+            if not same_bits(snapshot.weights, copied(weights)):
                 del _SNAPSHOTS[entry]
                 raise StaleWeightError(
                     f"{culprit} wrote to {names} of {entry.owner} where PyTorch cannot see it: "
