@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
-from amp_fx.dtypes import as_dtype, dtype_name
+from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AmpFxError, OptionError
+from amp_fx.options import as_low_dtype
 from tests.traffic.facts import three_digits, versions
 from tests.traffic.models import CASES, TINY
 from tests.traffic.pretend import PROPERTIES, can_pretend
@@ -131,7 +132,7 @@ def _jobs(parsed: argparse.Namespace) -> list[list[dict[str, Any]]]:
         if path and not path.absolute().parent.is_dir():
             raise OptionError(f"{path}: not a file in a folder that exists")
     capabilities = _capabilities(parsed.cubin, device)
-    dtypes = [dtype_name(as_dtype(name)) for name in parsed.dtype.split(",")]
+    dtypes = [dtype_name(as_low_dtype(name)) for name in parsed.dtype.split(",")]
     return [
         [
             {
