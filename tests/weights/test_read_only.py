@@ -69,7 +69,6 @@ SAVED: dict[str, Function] = {
 """Programs whose backward reads cached values."""
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("numerics", [None, "eager"])
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("name", SAVED)
