@@ -20,16 +20,11 @@ def cast_spec(
     *,
     position: int = 0,
     name: str = "a weight",
-    memory_format: torch.memory_format = torch.preserve_format,
 ) -> CachedValueSpec:
     """Describes the cast of a weight, as a graph that reads nothing else would."""
     prepare = Prepare({position: name})
     value: Any = torch.empty_like(weight, device="meta")
     node = prepare.graph.call_function(CONVERT, (prepare.weight(position, value), dtype))
     VALUE.put(node, value.to(dtype))
-    if memory_format is not torch.preserve_format:
-        options: dict[str, Any] = {"memory_format": memory_format}
-        node = prepare.graph.call_function(torch.ops.aten.clone.default, (node,), options)
-        VALUE.put(node, value.to(dtype).clone(memory_format=memory_format))
     (spec,) = prepare.specs([node])
     return spec
