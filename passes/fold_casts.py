@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from amp_fx.graphs.bodies import rewritten_bodies
-from amp_fx.graphs.casts import KERNEL_RESULT, Cast, inserted_cast, is_cacheable, is_widening
+from amp_fx.graphs.casts import KERNEL_RESULT, inserted_cast, is_cacheable, is_widening
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
-from amp_fx.graphs.islands import TRANSFORM
-from amp_fx.graphs.metadata import ISLAND, SITE, VERSION
+from amp_fx.graphs.metadata import OPAQUE, SITE, VERSION
+from amp_fx.graphs.opaque import TRANSFORM
 from amp_fx.graphs.values import storage_id, tensors_in, value_of, version_of
 from amp_fx.passes.base import PassResult
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.graphs.conditions import Condition
+    from amp_fx.graphs.records import Cast
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,7 @@ def has_gradient(node: fx.Node) -> bool:
 
 def is_aliased(node: fx.Node) -> bool:
     """Returns True if an op returns a view of the cast: a write to the view changes the cast."""
-    if any(ISLAND.get(user) == TRANSFORM for user in node.users):
+    if any(OPAQUE.get(user) == TRANSFORM for user in node.users):
         return True  # inside, the tensor is wrapped
     storage = storage_id(value_of(node))
     return any(

@@ -8,8 +8,8 @@ After:
     %bias_bfloat16   = aten._to_copy(%bias, dtype=torch.bfloat16)
     %y               = aten.linear(%x_bfloat16, %weight_bfloat16, %bias_bfloat16)
 
-Left unchanged: nodes that need no cast, which keep Dynamo's target; in-place methods; islands,
-which run under native autocast (``wrap_islands``). The bodies of checkpoint, wrap and cond are
+Left unchanged: nodes that need no cast, which keep Dynamo's target; in-place methods; opaque nodes,
+which run under native autocast (``wrap_opaque_nodes``). The bodies of checkpoint, wrap and cond are
 rewritten as graphs; those of ``torch.compiler.nested_compile_region`` once per way of calling them
 (``graphs.shared_bodies``).
 """
@@ -40,19 +40,9 @@ from amp_fx.graphs.decompose import (
     Decomposer,
     NotPlainError,
     OpaqueKernelError,
-    Site,
     inline,
     is_getitem,
     spell_out_tuples,
-)
-from amp_fx.graphs.islands import (
-    MixtureRecorder,
-    RejectedTransformError,
-    evaluate_island,
-    evaluate_together,
-    in_steps,
-    is_bare_function,
-    native_autocast,
 )
 from amp_fx.graphs.loops import (
     body_of,
@@ -62,8 +52,17 @@ from amp_fx.graphs.loops import (
     is_loop,
     restore_states,
 )
-from amp_fx.graphs.metadata import CAPTURED, DECISIONS, ISLAND, SITE
+from amp_fx.graphs.metadata import CAPTURED, DECISIONS, OPAQUE, SITE
 from amp_fx.graphs.mixtures import reject_mixture
+from amp_fx.graphs.opaque import (
+    MixtureRecorder,
+    RejectedTransformError,
+    evaluate_opaque,
+    evaluate_together,
+    in_steps,
+    is_bare_function,
+    native_autocast,
+)
 from amp_fx.graphs.range_guard import clamp_fill_value, reason_for_float32, record_range
 from amp_fx.graphs.shared_bodies import (
     SharedBodies,
@@ -98,6 +97,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from amp_fx.graphs.conditions import Condition
+    from amp_fx.graphs.records import AutocastSite
     from amp_fx.policies.policy import Policy
     from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.torch_private.fake_tensors import FakeTensorMode
@@ -178,8 +178,8 @@ class _Rewriter:
                 self._visit(nodes[0])
 
     def _visit(self, node: fx.Node) -> None:
-        if ISLAND.is_on(node):
-            self._visit_island(node)
+        if OPAQUE.is_on(node):
+            self._visit_opaque(node)
             return
         site = SITE.of(node)
         if not site.state.enabled or not _may_need_casts(node):
@@ -205,8 +205,8 @@ class _Rewriter:
         if _inputs_changed(node) and self._restore_rejected(node):
             self._visit(node)
             return
-        ISLAND.put(node, str(error))
-        self._visit_island(node)
+        OPAQUE.put(node, str(error))
+        self._visit_opaque(node)
         if isinstance(error, OpaqueKernelError) and error.result_dtype is not None:
             self._cast_result(node, error.result_dtype)
 
@@ -315,28 +315,28 @@ class _Rewriter:
         record_range(node, reason)
         self.counts["ops_kept_in_float32"] += 1
 
-    # Islands.
+    # Opaque nodes.
 
-    def _visit_island(self, node: fx.Node) -> None:
+    def _visit_opaque(self, node: fx.Node) -> None:
         if has_shared_body(node):
             self._rewrite_shared_body(node)
-            ISLAND.drop(node)
+            OPAQUE.drop(node)
             mark_rewritten(node)
             return
         if has_plain_bodies(node) and self._rewrite_bodies(node):
-            ISLAND.drop(node)
+            OPAQUE.drop(node)
             mark_rewritten(node)
             return
         if is_bare_function(node):
             self._restore_inputs(node)
         try:
-            self._evaluate_island(node)
+            self._evaluate_opaque(node)
         except Exception:
             if not _inputs_changed(node):
                 raise
             # Bodies may contain captured dtypes, which a loop compares with those of its state.
             self._restore_inputs(node)
-            self._evaluate_island(node)
+            self._evaluate_opaque(node)
 
     def _visit_transform(self, nodes: list[fx.Node]) -> None:
         """Evaluates a transform.
@@ -361,10 +361,10 @@ class _Rewriter:
         if reason:
             raise RejectedTransformError(reason)
 
-    def _evaluate_island(self, node: fx.Node) -> None:
+    def _evaluate_opaque(self, node: fx.Node) -> None:
         if is_loop(node) and SITE.of(node).is_bare:
             self._restore_states(node)
-        evaluate_island(node, self.fake_mode, self.decomposer.frame)
+        evaluate_opaque(node, self.fake_mode, self.decomposer.frame)
 
     def _restore_states(self, node: fx.Node) -> None:
         """Makes the body of a loop return its states in the dtypes in which it gets them."""
@@ -433,7 +433,7 @@ class _Rewriter:
         set_value(node, results)
 
     def _rewrite_body(
-        self, body: fx.GraphModule, values: list[Any], site: Site, *, may_alias: bool
+        self, body: fx.GraphModule, values: list[Any], site: AutocastSite, *, may_alias: bool
     ) -> Any:
         remember_captured(body.graph)
         MarkRegions(site).call(body)

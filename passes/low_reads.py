@@ -12,7 +12,7 @@ import torch
 
 from amp_fx.dtypes import is_low
 from amp_fx.graphs.bodies import bodies_of, is_rewritten, operands_of
-from amp_fx.graphs.metadata import ISLAND, VERSION
+from amp_fx.graphs.metadata import OPAQUE, VERSION
 from amp_fx.graphs.values import storage_id, tensors_in, value_of, version_of
 from amp_fx.policies.calls import TO_COPY
 
@@ -50,7 +50,7 @@ def low_reads(gm: fx.GraphModule) -> dict[fx.Node, LowRead]:
 
     A view is not a reader, but the users of the view are, because casts and views commute. A
     higher-order op whose bodies were rewritten is not a reader either, but the nodes in its bodies
-    are. Every other user is a reader: islands, outputs, writes and casts to another dtype.
+    are. Every other user is a reader: opaque nodes, outputs, writes and casts to another dtype.
 
     Args:
         gm: A graph after the passes, whose casts are nodes and whose nodes have values.
@@ -113,7 +113,7 @@ def is_view(user: fx.Node, node: fx.Node) -> bool:
 
     In-place ops count as views: the version of the tensor tells that they write to it.
     """
-    if user.op == "output" or ISLAND.is_on(user):
+    if user.op == "output" or OPAQUE.is_on(user):
         return False
     source, results = tensors_in(value_of(node)), tensors_in(value_of(user))
     storages = {storage_id(tensor) for tensor in (*source, *results)}

@@ -20,9 +20,9 @@ from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
 from amp_fx.graphs.conditions import SITES_KNOWN
-from amp_fx.graphs.islands import TRANSFORM, is_bare_function
 from amp_fx.graphs.markers import region_arguments
-from amp_fx.graphs.metadata import ISLAND, SITE
+from amp_fx.graphs.metadata import OPAQUE, SITE
+from amp_fx.graphs.opaque import TRANSFORM, is_bare_function
 from amp_fx.graphs.policy_mode import annotated_policy
 from amp_fx.passes.base import PassResult
 from amp_fx.torch_private.autocast import enter_autocast, exit_autocast
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.graphs.conditions import Condition
-    from amp_fx.graphs.decompose import Site
+    from amp_fx.graphs.records import AutocastSite
     from amp_fx.regions.state import AutocastState
 
 # Level changes of torch.func transforms and of forward-mode AD. Between two of them, tensors are
 # wrapped or dual, and their fake values do not describe the wrapped tensors. All nodes between are
-# islands.
+# opaque nodes.
 _TRANSFORMS = ("vmap", "grad", "jvp", "func")
 _LEVEL_UP = (*(f"_{name}_increment_nesting" for name in _TRANSFORMS), "_enter_dual_level")
 _LEVEL_DOWN = (*(f"_{name}_decrement_nesting" for name in _TRANSFORMS), "_exit_dual_level")
@@ -63,10 +63,10 @@ class MarkRegions:
     name: ClassVar[str] = "mark_regions"
     ensures: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN,)
     is_needed: ClassVar[bool] = True
-    site: Site
+    site: AutocastSite
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        """Sets ``SITE``, and sets ``ISLAND`` of opaque regions to the reason; counts ``regions``.
+        """Sets ``SITE``, and sets ``OPAQUE`` of opaque regions to the reason; counts ``regions``.
 
         A custom ``torch.autograd.Function`` that the program calls outside of any region gets a
         site without autocast: its bodies were captured without, and its backward may reject other
@@ -101,9 +101,9 @@ class MarkRegions:
                 )
                 is_off = bool(level) and is_bare and not site.casts_transforms
                 SITE.put(node, site.without_autocast() if is_off else site)
-            reason = TRANSFORM if level else island_reason(node)
+            reason = TRANSFORM if level else opaque_reason(node)
             if reason is not None:
-                ISLAND.put(node, reason)
+                OPAQUE.put(node, reason)
             if is_bare_function(node):
                 SITE.put(node, SITE.of(node).without_autocast())
             level -= name in _LEVEL_DOWN
@@ -116,7 +116,7 @@ def _entered(state: AutocastState, is_bare: bool, marker: fx.Node) -> tuple[Auto
     return state.enter(*arguments), is_bare and not arguments[2]
 
 
-def island_reason(node: fx.Node) -> str | None:
+def opaque_reason(node: fx.Node) -> str | None:
     """Returns the reason why a node is opaque, or None if it can be rewritten."""
     if node.op not in ("call_function", "call_method"):
         return None

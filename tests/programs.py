@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.fx.node import map_arg
 
 from amp_fx.backend.pipeline import default_passes, run_passes
-from amp_fx.graphs.decompose import Site
+from amp_fx.graphs.records import AutocastSite
 from amp_fx.graphs.values import tensors_in
 from amp_fx.policies.changes import path_of
 from amp_fx.policies.policy import preset
@@ -201,12 +201,12 @@ def site(
     enabled: bool = True,
     cache_enabled: bool = True,
     is_grad_enabled: bool = True,
-) -> Site:
+) -> AutocastSite:
     """A place inside one autocast region."""
     state = AutocastState.ambient().turned(
         device_type, enabled=enabled, dtype=dtype, cache_enabled=cache_enabled
     )
-    return Site(state, is_grad_enabled)
+    return AutocastSite(state, is_grad_enabled)
 
 
 @dataclasses.dataclass(frozen=True)

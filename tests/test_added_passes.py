@@ -19,7 +19,7 @@ from amp_fx.options import DISABLE_ENVIRONMENT, Options
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.mark_regions import MarkRegions
-from amp_fx.passes.wrap_islands import WrapIslands
+from amp_fx.passes.wrap_opaque_nodes import WrapOpaqueNodes
 from tests import needs
 from tests.programs import capture_program, compiled, site
 
@@ -107,26 +107,30 @@ def test_it_shows_up_in_logs_counts_and_explain(caplog: pytest.LogCaptureFixture
 
 def names(**options: Any) -> list[str]:
     parsed = Options.parse(options)
-    built_in = (MarkRegions(site()), FoldCasts(), WrapIslands())
+    built_in = (MarkRegions(site()), FoldCasts(), WrapOpaqueNodes())
     return [p.name for p in pipeline.with_added(built_in, parsed.passes, parsed.disable_passes)]
 
 
 def test_order() -> None:
     amp_fx.register_pass(SinToCos(), after="mark_regions")
-    assert names() == ["mark_regions", "sin_to_cos", "fold_casts", "wrap_islands"]
+    assert names() == ["mark_regions", "sin_to_cos", "fold_casts", "wrap_opaque_nodes"]
     amp_fx.register_pass(SinToCos(), after="store_weights_low")  # which does not run
-    assert names() == ["mark_regions", "fold_casts", "sin_to_cos", "wrap_islands"]
+    assert names() == ["mark_regions", "fold_casts", "sin_to_cos", "wrap_opaque_nodes"]
     amp_fx.register_pass(Other(), after="sin_to_cos")
-    assert names() == ["mark_regions", "fold_casts", "sin_to_cos", "other", "wrap_islands"]
+    assert names() == ["mark_regions", "fold_casts", "sin_to_cos", "other", "wrap_opaque_nodes"]
     amp_fx.register_pass(SinToCos())
     assert names(passes=[NoOp()])[1:5] == ["fold_casts", "sin_to_cos", "other", "no_op"]
 
 
 def test_disabled_passes_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     amp_fx.register_pass(SinToCos())
-    assert names(disable_passes=["fold_casts"]) == ["mark_regions", "sin_to_cos", "wrap_islands"]
+    assert names(disable_passes=["fold_casts"]) == [
+        "mark_regions",
+        "sin_to_cos",
+        "wrap_opaque_nodes",
+    ]
     monkeypatch.setenv(DISABLE_ENVIRONMENT, "fold_casts,sin_to_cos")
-    assert names() == ["mark_regions", "wrap_islands"]
+    assert names() == ["mark_regions", "wrap_opaque_nodes"]
     torch.testing.assert_close(compiled(program)(X), X.sin())
 
 
@@ -147,7 +151,7 @@ def test_weight_casts_that_are_not_cached() -> None:
     [
         ({"disable_passes": ["fold_cast"]}, "did you mean 'fold_casts'"),
         ({"disable_passes": ["insert_casts"]}, "would be wrong without the pass 'insert_casts'"),
-        ({"disable_passes": ["wrap_islands"]}, "would be wrong without"),
+        ({"disable_passes": ["wrap_opaque_nodes"]}, "would be wrong without"),
         ({"disable_passes": "fold_casts"}, "not a list of names"),
         ({"passes": SinToCos()}, "not a list of passes"),
         ({"passes": [SinToCos]}, "is not a pass"),

@@ -33,7 +33,7 @@ linear = torch.nn.Linear(4, 4)
 def plain(x):
     return linear(x)
 
-def island(x):
+def opaque(x):
     return torch.func.vmap(lambda row: row @ linear.weight)(x)
 
 found = {}
@@ -76,10 +76,10 @@ def run(folder: Path, *names: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_policy_in_an_island_does_not_hit_that_of_another_process(tmp_path: Path) -> None:
+def test_a_policy_in_an_opaque_node_does_not_hit_that_of_another_process(tmp_path: Path) -> None:
     """Both policies have the same number, each in its process."""
     for ops, dtype in (("fp32", "torch.float32"), ("lower_precision_fp", "torch.bfloat16")):
-        name = f"island bfloat16 {ops}"
+        name = f"opaque bfloat16 {ops}"
         assert run(tmp_path, name) == {name: dtype}
 
 
@@ -115,7 +115,7 @@ def test_native_code_under_a_policy_is_not_taken_for_that_of_another(
 
 @pytest.mark.slow
 def test_second_process_hits_and_other_decisions_miss(tmp_path: Path) -> None:
-    first = run(tmp_path, "plain bfloat16", "island bfloat16")
-    assert first == {"plain bfloat16": MISS, "island bfloat16": MISS}
-    second = run(tmp_path, "plain bfloat16", "plain float16", "island bfloat16")
-    assert second == {"plain bfloat16": HIT, "plain float16": MISS, "island bfloat16": HIT}
+    first = run(tmp_path, "plain bfloat16", "opaque bfloat16")
+    assert first == {"plain bfloat16": MISS, "opaque bfloat16": MISS}
+    second = run(tmp_path, "plain bfloat16", "plain float16", "opaque bfloat16")
+    assert second == {"plain bfloat16": HIT, "plain float16": MISS, "opaque bfloat16": HIT}

@@ -145,7 +145,7 @@ def test_default_passes_in_order() -> None:
         "restore_outputs",
         "hoist_casts",
         "fold_casts",
-        "wrap_islands",
+        "wrap_opaque_nodes",
     ]
     ambient = [p.name for p in default_passes(POLICY, site(), restores_outputs=False)]
     assert set(names) - set(ambient) == {"restore_outputs"}

@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from amp_fx.graphs.bodies import graphs_in
+from amp_fx.graphs.locations import location_of, target_name
 from amp_fx.graphs.loops import restore_states
 from amp_fx.graphs.markers import surround
 from amp_fx.graphs.metadata import CAST
-from amp_fx.graphs.places import op_name, place_of
 from amp_fx.graphs.shared_bodies import inline_shared_bodies
 from amp_fx.graphs.values import captured_dtype, remember_captured
 from amp_fx.regions.module_stack import NO_FRAME
@@ -141,27 +141,28 @@ def _warn_once(
         '%s: %s%s (TORCH_LOGS="+amp_fx" shows more; options={"fallback": False} raises instead)',
         head,
         reason,
-        describe_place(error, graph, frame),
+        describe_location(error, graph, frame),
     )
 
 
 _seen: set[tuple[str, str]] = set()
 
 
-def describe_place(error: BaseException, graph: fx.Graph, frame: CompileFrame = NO_FRAME) -> str:
-    """Describes the place of an error in the user's program: op, module path, source line.
+def describe_location(error: BaseException, graph: fx.Graph, frame: CompileFrame = NO_FRAME) -> str:
+    """Describes the location of an error in the user's program: op, module path, source line.
 
-    The place is that of the node being processed, else of a node that the message names, else of
+    The location is that of the node being processed, else of a node that the message names, else of
     the first op of the graph.
     """
     calls = [node for node in graph.nodes if node.op in ("call_function", "call_method")]
     node = _node_in_traceback(error) or _named_node(str(error), calls)
     if node is not None:
-        return f"; at {op_name(node)}{_place(node, frame)}"
-    placed = [node for node in calls if node.meta.get("stack_trace") and not _is_ours(node)]
-    if not placed:
+        return f"; at {target_name(node)}{_location_text(node, frame)}"
+    located = [node for node in calls if node.meta.get("stack_trace") and not _is_ours(node)]
+    if not located:
         return ""
-    return f"; in the graph that begins at {op_name(placed[0])}{_place(placed[0], frame)}"
+    first = located[0]
+    return f"; in the graph that begins at {target_name(first)}{_location_text(first, frame)}"
 
 
 def _is_ours(node: fx.Node) -> bool:
@@ -186,7 +187,7 @@ def _named_node(message: str, calls: list[fx.Node]) -> fx.Node | None:
     return next((node for node in ops if str(node.target) in message), None)
 
 
-def _place(node: fx.Node, frame: CompileFrame) -> str:
-    place = place_of(node, frame)
-    module = f" in {place.module}" if place.module else ""
-    return module + (f" ({place.file}:{place.line})" if place.file else "")
+def _location_text(node: fx.Node, frame: CompileFrame) -> str:
+    location = location_of(node, frame)
+    module = f" in {location.module}" if location.module else ""
+    return module + (f" ({location.file}:{location.line})" if location.file else "")

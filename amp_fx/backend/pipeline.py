@@ -23,11 +23,11 @@ from amp_fx.passes.inline_regions import InlineRegions
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.quantize_products import QuantizeProducts
-from amp_fx.passes.refuse_islands import RefuseIslands
+from amp_fx.passes.reject_opaque_nodes import RejectOpaqueNodes
 from amp_fx.passes.restore_outputs import RestoreOutputs
 from amp_fx.passes.store_weights_low import StoreWeightsLow
 from amp_fx.passes.widen_ops import WidenOps
-from amp_fx.passes.wrap_islands import WrapIslands
+from amp_fx.passes.wrap_opaque_nodes import WrapOpaqueNodes
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.torch_private.tracing import trace_structured
 from amp_fx.weights.read_only import is_checking
@@ -35,7 +35,7 @@ from amp_fx.weights.read_only import is_checking
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from amp_fx.graphs.decompose import Site
+    from amp_fx.graphs.records import AutocastSite
     from amp_fx.passes.base import Observer, Pass
     from amp_fx.policies.policy import Policy
     from amp_fx.regions.module_stack import CompileFrame
@@ -53,16 +53,16 @@ PASSES: tuple[type[Pass], ...] = (
     HoistCasts,
     FoldCasts,
     StoreWeightsLow,
-    RefuseIslands,
+    RejectOpaqueNodes,
     WidenOps,
-    WrapIslands,
+    WrapOpaqueNodes,
 )
 """All passes in the order in which they run. Some run only on exported programs."""
 
 
 def default_passes(
     policy: Policy,
-    site: Site,
+    site: AutocastSite,
     *,
     restores_outputs: bool,
     weights: tuple[str, ...] = (),
@@ -93,7 +93,7 @@ def default_passes(
         *((quantizes,) if quantizes is not None else ()),
         HoistCasts(weights),
         FoldCasts(),
-        WrapIslands(),
+        WrapOpaqueNodes(),
     )
 
 

@@ -15,11 +15,11 @@ from amp_fx.backend.pipeline import default_passes, run_passes, with_added
 from amp_fx.backend.unused_patterns import warn_unused
 from amp_fx.errors import PassError
 from amp_fx.graphs.bodies import copy_graph_module, enters_regions, has_shared_bodies
-from amp_fx.graphs.decompose import Site
-from amp_fx.graphs.islands import RejectedTransformError
+from amp_fx.graphs.locations import input_path
+from amp_fx.graphs.opaque import RejectedTransformError
 from amp_fx.graphs.opened_kernels import is_opened
-from amp_fx.graphs.places import input_path
 from amp_fx.graphs.policy_mode import ambient_policy, annotated_policy
+from amp_fx.graphs.records import AutocastSite
 from amp_fx.graphs.values import recorded_value, remember_captured, tensors_in, value_of
 from amp_fx.options import Options, check_device_dtype, check_units, default_dtype, warn_of_units
 from amp_fx.passes.insert_casts import InsertCasts
@@ -91,7 +91,7 @@ def rewrite(
     weights = _weights_of(gm, example_inputs)
     built_in = default_passes(
         policy,
-        Site(state, torch.is_grad_enabled(), is_bare=not ambient.enabled),
+        AutocastSite(state, torch.is_grad_enabled(), is_bare=not ambient.enabled),
         restores_outputs=restores_outputs,
         weights=tuple(node.name for node, _ in weights),
         frame=frame,
@@ -167,7 +167,7 @@ def _program_dtypes(
         return None
     program = copy_graph_module(gm)
     remember_captured(program.graph)
-    MarkRegions(Site(state, torch.is_grad_enabled())).call(program)
+    MarkRegions(AutocastSite(state, torch.is_grad_enabled())).call(program)
     InsertCasts(preset("torch")).call(program)
     outputs: Any = program.graph.output_node().args[0]
     values = [value_of(node) if isinstance(node, fx.Node) else None for node in outputs]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from amp_fx.errors import PolicyWarning
 from amp_fx.graphs.bodies import graphs_in
-from amp_fx.graphs.metadata import DECISIONS, ISLAND
+from amp_fx.graphs.metadata import DECISIONS, OPAQUE
 from amp_fx.regions.module_paths import named_modules
 from amp_fx.regions.module_stack import ends_at_graph_break, module_stack
 from amp_fx.tables.cast_policy import CastPolicy
@@ -89,7 +89,7 @@ def _op_nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
 def _may_apply(override: ModuleOverride, node: fx.Node) -> bool:
     """Returns False if an override is for another op. The ops in an opaque node are unknown."""
     ops = [decision.op for decision in DECISIONS.get(node) or ()]
-    return ISLAND.is_on(node) or not override.op or any(map(override.applies_to, ops))
+    return OPAQUE.is_on(node) or not override.op or any(map(override.applies_to, ops))
 
 
 def _without_op(override: ModuleOverride, frame: CompileFrame, uses: _Uses) -> str:

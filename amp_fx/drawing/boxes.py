@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import networkx as nx  # type: ignore[import-untyped]
 
 from amp_fx.explanation.table import CASTS, bare_op
-from amp_fx.graphs.places import short_path
+from amp_fx.graphs.locations import short_path
 from amp_fx.reports import SHORT
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Box:
     """One box.
 
     Attributes:
-        kind: ``"op"``, ``"cast"``, ``"kept"``, ``"ghost"``, ``"island"``, ``"input"``,
+        kind: ``"op"``, ``"cast"``, ``"kept"``, ``"ghost"``, ``"opaque"``, ``"input"``,
             ``"output"``, ``"module"`` (a closed module) or ``"outside"``.
         title: The text in bold.
         lines: The text below the title.

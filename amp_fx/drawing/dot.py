@@ -149,7 +149,7 @@ STYLES: dict[str, dict[str, str]] = {
     "cast": {"shape": "hexagon", "style": "filled", "color": CAST, "penwidth": "2.2"},
     "kept": {"shape": "cylinder", "style": "filled", "color": KEPT, "penwidth": "2.2"},
     "ghost": {"shape": "hexagon", "style": "dashed", "color": FAINT, "fontcolor": FAINT},
-    "island": {"shape": "octagon", "style": "filled", "penwidth": "2", "peripheries": "2"},
+    "opaque": {"shape": "octagon", "style": "filled", "penwidth": "2", "peripheries": "2"},
     "input": {"shape": "ellipse", "style": "filled"},
     "output": {"shape": "ellipse", "style": "filled", "penwidth": "2"},
     "outside": {"shape": "box", "style": "dashed,rounded", "color": FAINT, "fontcolor": "#666666"},
@@ -357,6 +357,6 @@ LEGEND = {
     "kept": (KEPT, "cylinder: cast of a weight, kept across calls"),
     "module": (INK, "kept, in a module: casts of its weights, kept across calls"),
     "ghost": (FAINT, "dashed: cast removed"),
-    "island": (INK, "octagon: island under native autocast"),
+    "opaque": (INK, "octagon: opaque node under native autocast"),
 }
 """Line color and meaning of kinds of boxes with special shapes."""

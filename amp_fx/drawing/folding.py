@@ -356,7 +356,7 @@ FEEDERS = ("cast", "kept", "ghost")
 
 def _module_box(path: str, boxes: list[Box], module_type: str, times: int) -> Box:
     """Returns the box of a closed module. Its counts refer to one of the ``times`` modules."""
-    ops = [box for box in boxes if box.kind in ("op", "island")]
+    ops = [box for box in boxes if box.kind in ("op", "opaque")]
     counts: Counter[str] = Counter()
     for box in ops:
         counts.update(dict(box.shares))
@@ -365,7 +365,7 @@ def _module_box(path: str, boxes: list[Box], module_type: str, times: int) -> Bo
     num_members: Counter[str] = Counter()
     for box in boxes:
         num_members[box.kind] += len(box.members)
-    num_ops = (num_members["op"] + num_members["island"]) // times
+    num_ops = (num_members["op"] + num_members["opaque"]) // times
     num_casts, num_kept = num_members["cast"] // times, num_members["kept"] // times
     lines = [module_type] if module_type else []
     if num_ops == 1:

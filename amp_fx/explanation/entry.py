@@ -19,7 +19,7 @@ from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AmpFxError, OptionError, UnsupportedError
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.reading import FlopMeter, GraphReader, clean_reason, region_names
-from amp_fx.explanation.recorder import cast_record, first_lines, islands_in, read_graphs
+from amp_fx.explanation.recorder import cast_record, first_lines, opaque_records, read_graphs
 from amp_fx.explanation.records import CastRecord, GraphRecord
 from amp_fx.explanation.running import (
     Capture,
@@ -34,9 +34,9 @@ from amp_fx.exporting.entry import export
 from amp_fx.exporting.program import REGION, WEIGHTS, copied_graph
 from amp_fx.front.settings import NOT_COMPILED, RegionSettings, policy_for, unwrap
 from amp_fx.graphs.bodies import graphs_in
-from amp_fx.graphs.decompose import Site
+from amp_fx.graphs.locations import module_types
 from amp_fx.graphs.metadata import CAST, SITE, STORED_LOW
-from amp_fx.graphs.places import module_types
+from amp_fx.graphs.records import AutocastSite
 from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured
 from amp_fx.options import Options, check_device_dtype, default_dtype, to_dtype
@@ -74,7 +74,7 @@ def explain_program(
     for graph in graphs_in(gm):
         for node in graph.nodes:
             if not SITE.is_on(node):
-                SITE.put(node, Site(state, is_grad_enabled=False))
+                SITE.put(node, AutocastSite(state, is_grad_enabled=False))
     _name_weights(gm, program)
     remember_captured(gm.graph)
     reader = GraphReader(gm, state, NO_FRAME, meter=FlopMeter(detect_fake_mode(gm.graph)))
@@ -92,7 +92,7 @@ def explain_program(
         autocast=region_names(state),
         nodes=nodes,
         casts=(*casts, *_stored(gm, reader)),
-        islands=islands_in(nodes),
+        opaque=opaque_records(nodes),
         modules=tuple(types.items()),
     )
     name = types.get("") or "exported program"

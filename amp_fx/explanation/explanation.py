@@ -151,7 +151,7 @@ def _sum_up(graphs: Sequence[GraphRecord], *, num_breaks: int) -> Totals:
     removed = [cast for cast in casts if cast.state == "removed"]
     kept = [cast for cast in casts if cast.state == "kept"]
     left = [cast for cast in casts if cast.state == "inserted"]
-    ops = [n for graph in graphs for n in graph.nodes if n.kind in ("op", "island")]
+    ops = [n for graph in graphs for n in graph.nodes if n.kind in ("op", "opaque")]
     flops: Counter[str] = Counter()
     for node in ops:
         if node.flops:
@@ -173,7 +173,7 @@ def _sum_up(graphs: Sequence[GraphRecord], *, num_breaks: int) -> Totals:
         value_bytes=sum(value.num_bytes for value in values),
         flops=dict(flops.most_common()),
         flop_share={dtype: count / flops.total() for dtype, count in flops.most_common()},
-        num_islands=sum(len(graph.islands) for graph in graphs),
+        num_opaque=sum(len(graph.opaque) for graph in graphs),
         num_fallbacks=sum(bool(graph.fallback) for graph in graphs),
         num_breaks=num_breaks,
     )

@@ -14,10 +14,10 @@ from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.records import DecisionRecord, NodeRecord, TensorRecord
 from amp_fx.graphs.bodies import bodies_of, is_rewritten, operands_of
 from amp_fx.graphs.decompose import NotPlainError, call_key
-from amp_fx.graphs.islands import is_bare_function, native_autocast
+from amp_fx.graphs.locations import NodeLocation, input_path, location_of, target_name
 from amp_fx.graphs.markers import MARKERS
-from amp_fx.graphs.metadata import CAST, DECISIONS, FLOAT8_NOTE, IS_CACHED, ISLAND, SITE, VALUE
-from amp_fx.graphs.places import NodeLocation, input_path, op_name, place_of
+from amp_fx.graphs.metadata import CAST, DECISIONS, FLOAT8_NOTE, IS_CACHED, OPAQUE, SITE, VALUE
+from amp_fx.graphs.opaque import is_bare_function, native_autocast
 from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import analysis, argument_values, call_target, recorded_value, tensors_in
 from amp_fx.policies.float8 import float8_product
@@ -29,7 +29,7 @@ from amp_fx.torch_private.ops import HigherOrderOperator
 if TYPE_CHECKING:
     from torch import fx
 
-    from amp_fx.graphs.decompose import OpDecision
+    from amp_fx.graphs.records import OpDecision
     from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.regions.state import AutocastState
     from amp_fx.torch_private.fake_tensors import FakeTensorMode
@@ -52,10 +52,10 @@ def origin_and_reason(
         return "", f"inserted for {clean_reason(CAST.of(node).reason)}"
     if fallback:
         return "fallback", f"runs under native autocast: {fallback}"
-    if kind == "island" and SITE.is_on(node) and is_bare_function(node):
-        return "island", f"not rewritten, runs in the dtypes of the program: {ISLAND.of(node)}"
-    if kind == "island":
-        return "island", f"not rewritten, runs under native autocast: {ISLAND.of(node)}"
+    if kind == "opaque" and SITE.is_on(node) and is_bare_function(node):
+        return "opaque", f"not rewritten, runs in the dtypes of the program: {OPAQUE.of(node)}"
+    if kind == "opaque":
+        return "opaque", f"not rewritten, runs under native autocast: {OPAQUE.of(node)}"
     site = SITE.get(node)
     if site is None:
         return "", "derived from the forward"
@@ -133,7 +133,7 @@ class FlopMeter:
             key = call_key(node, node.all_input_nodes)
         except NotPlainError:
             return self._call(node)
-        if ISLAND.is_on(node):
+        if OPAQUE.is_on(node):
             return self._call(node)
         if key not in self._memo:
             self._memo[key] = self._call(node)
@@ -141,7 +141,7 @@ class FlopMeter:
 
     def _call(self, node: fx.Node) -> int:
         with contextlib.ExitStack() as stack:
-            if ISLAND.is_on(node):
+            if OPAQUE.is_on(node):
                 stack.enter_context(native_autocast(node, self._fake_mode))
                 stack.enter_context(torch.no_grad())
             else:
@@ -151,7 +151,7 @@ class FlopMeter:
                 args, kwargs = pytree.tree_map_only(torch.Tensor, torch.detach, arguments)
                 counter = stack.enter_context(FlopCounterMode(display=False))
                 call_target(node, args, kwargs)
-            except Exception:  # noqa: BLE001 - islands and bodies of vmap may not run alone
+            except Exception:  # noqa: BLE001 - opaque nodes and bodies of vmap may not run alone
                 return 0
         return int(counter.get_total_flops())
 
@@ -223,17 +223,19 @@ class GraphReader:
 
     def _record(self, node: fx.Node, prefix: str, inputs: tuple[str, ...]) -> NodeRecord:
         kind = kind_of(node)
-        place = self._input_place(node, kind) if kind in _INPUTS else place_of(node, self.frame)
+        location = (
+            self._input_location(node, kind) if kind in _INPUTS else location_of(node, self.frame)
+        )
         origin, reason = origin_and_reason(node, kind, self.state, self.fallback)
         return NodeRecord(
             name=prefix + node.name,
             kind=kind,
             op=self._label(node, kind),
-            module=place.module,
-            module_type=place.module_type,
-            file=place.file,
-            line=place.line,
-            code=place.code,
+            module=location.module,
+            module_type=location.module_type,
+            file=location.file,
+            line=location.line,
+            code=location.code,
             dtype=run_dtype(node),
             inputs=inputs,
             outputs=tuple(self._tensor(t) for t in _results(node)),
@@ -245,9 +247,9 @@ class GraphReader:
         )
 
     def _label(self, node: fx.Node, kind: str) -> str:
-        return input_path(node, self.frame) if kind in _INPUTS else op_name(node)
+        return input_path(node, self.frame) if kind in _INPUTS else target_name(node)
 
-    def _input_place(self, node: fx.Node, kind: str) -> NodeLocation:
+    def _input_location(self, node: fx.Node, kind: str) -> NodeLocation:
         """Returns the module that owns a weight; arguments belong to the root."""
         owner = "" if kind == "input" else self._label(node, kind).rpartition(".")[0]
         return NodeLocation(owner)
@@ -287,7 +289,7 @@ def is_view(node: fx.Node) -> bool:
     results = tensors_in(recorded_value(node))
     if not results:
         return True
-    family, _, name = op_name(node).removeprefix("aten").partition(".")
+    family, _, name = target_name(node).removeprefix("aten").partition(".")
     if family == "F":
         return False
     if name in ("getitem", "getattr") or family == "getattr":
@@ -311,7 +313,7 @@ def kind_of(node: fx.Node) -> str:
         return "weight"
     if CAST.is_on(node):
         return "kept_cast" if IS_CACHED.is_on(node) else "cast"
-    return "island" if ISLAND.is_on(node) else "op"
+    return "opaque" if OPAQUE.is_on(node) else "op"
 
 
 def run_dtype(node: fx.Node) -> str:

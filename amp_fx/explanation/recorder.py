@@ -22,14 +22,14 @@ from amp_fx.explanation.reading import FlopMeter, GraphReader, clean_reason, kin
 from amp_fx.explanation.records import (
     CastRecord,
     GraphRecord,
-    IslandRecord,
     KeptValueRecord,
+    OpaqueRecord,
     WeightRecord,
 )
 from amp_fx.graphs.bodies import copy_graph_module, graphs_in
-from amp_fx.graphs.casts import CONVERT, Cast, inserted_cast
+from amp_fx.graphs.casts import CONVERT, inserted_cast
+from amp_fx.graphs.locations import input_path, module_types
 from amp_fx.graphs.metadata import CAST, IS_CACHED
-from amp_fx.graphs.places import input_path, module_types
 from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import (
     detect_fake_mode,
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from amp_fx.backend.caching import CachedValue, Caching
     from amp_fx.backend.rewrite import Rewritten
     from amp_fx.explanation.records import NodeRecord
+    from amp_fx.graphs.records import Cast
     from amp_fx.options import Options
     from amp_fx.passes.base import PassReport
     from amp_fx.regions.module_stack import CompileFrame
@@ -265,7 +266,7 @@ def _read_forward(index: int, seen: SeenGraph, device: str | None) -> GraphRecor
         nodes=nodes,
         before=before.read(),
         casts=tuple(_forward_casts(seen, after)),
-        islands=islands_in(nodes),
+        opaque=opaque_records(nodes),
         weights=tuple(weights_of(seen)),
         counts=tuple(sorted(seen.counts.items())),
         modules=tuple(module_types(seen.captured, before.frame).items()),
@@ -333,10 +334,10 @@ def _casts(gm: fx.GraphModule) -> list[fx.Node]:
     return [n for n, old, new in values if old.is_floating_point() and old.dtype != new.dtype]
 
 
-def islands_in(nodes: Iterable[NodeRecord]) -> tuple[IslandRecord, ...]:
-    """Returns records of the islands among the nodes of a graph."""
-    islands = [node for node in nodes if node.kind == "island"]
-    return tuple(IslandRecord(n.name, n.op, n.module, n.reason) for n in islands)
+def opaque_records(nodes: Iterable[NodeRecord]) -> tuple[OpaqueRecord, ...]:
+    """Returns records of the opaque nodes among the nodes of a graph."""
+    opaque = [node for node in nodes if node.kind == "opaque"]
+    return tuple(OpaqueRecord(n.name, n.op, n.module, n.reason) for n in opaque)
 
 
 def weights_of(seen: SeenGraph) -> Iterable[WeightRecord]:
@@ -423,6 +424,6 @@ def as_record(gm: fx.GraphModule) -> GraphRecord:
         autocast=region_names(state),
         nodes=nodes,
         casts=tuple(cast_record(n, n.all_input_nodes[0], reader, "") for n in casts),
-        islands=islands_in(nodes),
+        opaque=opaque_records(nodes),
         modules=tuple(module_types(gm, reader.frame).items()),
     )

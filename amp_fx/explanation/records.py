@@ -100,7 +100,7 @@ class NodeRecord:
         name: Name, unique in the graph. The names of nodes in a body of a higher-order op start
             with the body's name and a dot.
         kind: ``"input"``, ``"weight"``, ``"op"``, ``"cast"``, ``"kept_cast"`` (a cast that is
-            computed once per update of the weight), ``"island"`` or ``"output"``.
+            computed once per update of the weight), ``"opaque"`` or ``"output"``.
         op: The target: ``"aten.linear"``, ``"F.gelu"``, ``".view"``; for inputs, the path in the
             model.
         module: Path of the innermost module, such as ``"layers.0.attn"``; ``""`` is the root.
@@ -114,7 +114,7 @@ class NodeRecord:
         outputs: The tensors that the node returns.
         decisions: The policies that apply in the node; empty if no table lists its ops.
         origin: Origin of the treatment: ``"table"``, ``"region"`` (a region with a separate
-            policy), an override, ``"island"``, ``"unlisted"``, ``"off"`` (autocast is off) or
+            policy), an override, ``"opaque"``, ``"unlisted"``, ``"off"`` (autocast is off) or
             ``""`` for inputs and casts.
         reason: The treatment and its origin as a sentence.
         flops: Floating-point operations of one call, from ``torch.utils.flop_counter``.
@@ -146,7 +146,7 @@ class NodeRecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class IslandRecord:
+class OpaqueRecord:
     """A node that was not rewritten and runs under native autocast, with the reason."""
 
     name: str
@@ -207,7 +207,7 @@ class GraphRecord:
         nodes: Nodes of the rewritten graph, in order.
         before: Nodes of the captured graph, in order.
         casts: The inserted casts, including removed ones; in a backward, the derivatives of casts.
-        islands: The nodes that run under native autocast.
+        opaque: The nodes that run under native autocast.
         weights: The parameters and buffers that the graph reads; empty for a backward.
         counts: Counts of the passes, such as ``(("casts_inserted", 12), ...)``.
         modules: Classes of the modules around its nodes, by path.
@@ -223,7 +223,7 @@ class GraphRecord:
     nodes: tuple[NodeRecord, ...]
     before: tuple[NodeRecord, ...] = ()
     casts: tuple[CastRecord, ...] = ()
-    islands: tuple[IslandRecord, ...] = ()
+    opaque: tuple[OpaqueRecord, ...] = ()
     weights: tuple[WeightRecord, ...] = ()
     counts: tuple[tuple[str, int], ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
@@ -239,7 +239,7 @@ class Totals:
 
     Attributes:
         num_graphs: Number of graphs.
-        num_ops: Number of ops and islands, without inserted casts.
+        num_ops: Number of ops and opaque nodes, without inserted casts.
         ops_by_dtype: Number of these nodes by compute dtype.
         casts_put_in: Number of inserted casts, including removed ones.
         casts_removed: Number of removed casts: shared casts and round trips.
@@ -252,7 +252,7 @@ class Totals:
         value_bytes: Memory of cached values.
         flops: Floating-point operations by compute dtype.
         flop_share: Shares of ``flops``, with a sum of 1.
-        num_islands: Number of nodes that run under native autocast.
+        num_opaque: Number of nodes that run under native autocast.
         num_fallbacks: Number of graphs that were not rewritten.
         num_breaks: Number of graph breaks.
     """
@@ -271,6 +271,6 @@ class Totals:
     value_bytes: int
     flops: dict[str, int]
     flop_share: dict[str, float]
-    num_islands: int
+    num_opaque: int
     num_fallbacks: int
     num_breaks: int

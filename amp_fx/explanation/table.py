@@ -127,7 +127,7 @@ def _of_graph(graph: GraphRecord, *, shows_all: bool) -> list[RenderableType]:
     from rich.text import Text
 
     casts = {node.name: _casts_before(node, graph) for node in graph.nodes}
-    ops = [node for node in graph.nodes if node.kind in ("op", "island")]
+    ops = [node for node in graph.nodes if node.kind in ("op", "opaque")]
     shown = [n for n in ops if shows_all or not n.is_view or n.decisions or casts[n.name]]
     parts: list[RenderableType] = [_ops_table(shown, casts), Text("why", style="bold")]
     parts.append(_reasons_table(shown))

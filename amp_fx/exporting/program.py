@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from amp_fx.graphs.bodies import copy_graph_module, graphs_in
-from amp_fx.graphs.metadata import CAPTURED, EXAMPLE_VALUE, HAS_REWRITTEN_BODIES, ISLAND, VERSION
+from amp_fx.graphs.metadata import CAPTURED, EXAMPLE_VALUE, HAS_REWRITTEN_BODIES, OPAQUE, VERSION
 from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import storage_id, value_of
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 REGION = "amp_fx_region"
 """Key of the metadata of a rewritten graph with the ``ExportRegion`` around the program."""
 
-_TRANSIENT = (CAPTURED, EXAMPLE_VALUE, HAS_REWRITTEN_BODIES, ISLAND, VERSION)
+_TRANSIENT = (CAPTURED, EXAMPLE_VALUE, HAS_REWRITTEN_BODIES, OPAQUE, VERSION)
 """Metadata that only passes read. ``amp_fx.explain`` reads the rest; files contain none of it."""
 
 

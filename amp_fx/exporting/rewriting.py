@@ -23,15 +23,15 @@ from amp_fx.exporting.program import (
     written_inputs,
 )
 from amp_fx.graphs.bodies import graphs_in
-from amp_fx.graphs.decompose import Site
 from amp_fx.graphs.metadata import DECISIONS
+from amp_fx.graphs.records import AutocastSite
 from amp_fx.graphs.values import is_written, recorded_value, value_of
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.inline_regions import InlineRegions
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.mark_regions import MarkRegions
-from amp_fx.passes.refuse_islands import RefuseIslands, place_of
+from amp_fx.passes.reject_opaque_nodes import RejectOpaqueNodes, describe_location
 from amp_fx.passes.restore_outputs import RestoreOutputs
 from amp_fx.passes.store_weights_low import StoreWeightsLow
 from amp_fx.regions.state import AutocastState, no_autocast
@@ -56,7 +56,7 @@ def refuse_transforms(program: ExportedProgram) -> None:
     for graph in graphs_in(program.graph_module):
         if node := next(filter(_is_transform, graph.nodes), None):
             raise UnsupportedError(
-                f"{node.format_node()} is part of a torch.func transform{place_of(node)}. "
+                f"{node.format_node()} is part of a torch.func transform{describe_location(node)}. "
                 f"{_advice(program)}"
             )
 
@@ -224,7 +224,7 @@ def rewrite_program(
         HoistCasts(tuple(name for name in tensors if name not in written)),
         FoldCasts(),
         StoreWeightsLow(groups),
-        RefuseIslands(),
+        RejectOpaqueNodes(),
     )
     with no_autocast():
         reports = run_passes(gm, with_added(passes, (), ()), observer=observer)
@@ -284,7 +284,7 @@ def graph_to_rewrite(program: ExportedProgram) -> fx.GraphModule:
 
 
 def _passes_to_casts(region: ExportRegion) -> tuple[Pass, ...]:
-    site = Site(region.state, is_grad_enabled=False, is_bare=region.is_bare)
+    site = AutocastSite(region.state, is_grad_enabled=False, is_bare=region.is_bare)
     return InlineRegions(), MarkRegions(site), InsertCasts(region.policy)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch.fx.node import map_arg
 from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.collectives import op_name
 from amp_fx.graphs.metadata import CAST, VALUE
+from amp_fx.graphs.records import Cast
 from amp_fx.graphs.values import value_of, version_of
 from amp_fx.policies.calls import TO_COPY
 from amp_fx.torch_private import pytree
@@ -25,25 +25,7 @@ CONVERT = torch.ops.prims.convert_element_type.default
 """The cast op in graphs of AOTAutograd."""
 
 KERNEL_RESULT = "result of a kernel"
-"""Reason of casts after an island, to the dtype that eager autocast returns."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Cast:
-    """Description of a cast that a pass inserted (``metadata.CAST``).
-
-    Attributes:
-        source_dtype: Dtype of the source.
-        dtype: Dtype of the result.
-        source_version: Version of the source at the cast (``values.version_of``). Two casts of one
-            node are equal only if no write happened between them.
-        reason: The op that needs the cast, ``"output"``, or one of the constants above.
-    """
-
-    source_dtype: torch.dtype
-    dtype: torch.dtype
-    source_version: tuple[int, int] | None
-    reason: str
+"""Reason of casts after an opaque node, to the dtype that eager autocast returns."""
 
 
 def is_cacheable(tensor: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 from amp_fx.graphs.bodies import is_rewritten
 from amp_fx.graphs.casts import CAPTURED_DTYPE, KERNEL_RESULT, inserted_cast
 from amp_fx.graphs.markers import MARKERS
-from amp_fx.graphs.metadata import ISLAND, SITE, VALUE
+from amp_fx.graphs.metadata import OPAQUE, SITE, VALUE
 from amp_fx.graphs.values import (
     adopt_captured,
     analysis,
@@ -83,7 +83,7 @@ def check_graph(gm: fx.GraphModule, pass_name: str) -> None:
 
 def _can_evaluate(node: fx.Node) -> bool:
     is_hop = isinstance(node.target, HigherOrderOperator)
-    if not VALUE.is_on(node) or ISLAND.is_on(node) or is_rewritten(node) or is_hop:
+    if not VALUE.is_on(node) or OPAQUE.is_on(node) or is_rewritten(node) or is_hop:
         return False
     return bool(tensors_in(*argument_values(node)))
 

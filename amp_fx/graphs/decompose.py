@@ -31,6 +31,7 @@ from amp_fx.graphs.opened_kernels import (
     is_flattened,
     lstm_version,
 )
+from amp_fx.graphs.records import OpDecision
 from amp_fx.graphs.sizes import hint
 from amp_fx.graphs.values import (
     analysis,
@@ -43,11 +44,7 @@ from amp_fx.graphs.values import (
     without_meta_errors,
 )
 from amp_fx.policies.calls import qualified_name, reaches_autocast, restore_results
-from amp_fx.policies.float32_products import (
-    FLOAT32_PRODUCT,
-    can_give_float32,
-    run_with_float32_result,
-)
+from amp_fx.policies.float32_products import can_give_float32, run_with_float32_result
 from amp_fx.regions.autocast_kernels import has_autocast_kernel
 from amp_fx.regions.module_stack import NO_FRAME, module_stack
 from amp_fx.regions.registered_ops import report_mixture
@@ -61,6 +58,7 @@ from amp_fx.torch_private.tracing import MakefxTracer
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from amp_fx.graphs.records import AutocastSite
     from amp_fx.policies.calls import Call
     from amp_fx.policies.changes import ModuleStack
     from amp_fx.policies.decide import Resolver
@@ -83,21 +81,6 @@ class OpaqueKernelError(NotPlainError):
 
 
 @dataclasses.dataclass(frozen=True)
-class OpDecision:
-    """Decision on one op with a policy in the decomposition of a node."""
-
-    op: str
-    device_type: str
-    policy: CastPolicy
-    origin: str = "table"
-
-    @property
-    def node_op(self) -> str:
-        """Qualified name of the op that the graph contains."""
-        return FLOAT32_PRODUCT if self.policy is CastPolicy.LOWER_PRECISION_WIDE else self.op
-
-
-@dataclasses.dataclass(frozen=True)
 class Decomposed:
     """Decomposition of a node.
 
@@ -109,36 +92,6 @@ class Decomposed:
 
     graph: fx.Graph | None
     decisions: tuple[OpDecision, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """Autocast state and grad mode at a node.
-
-    Attributes:
-        state: The autocast dtype of each device.
-        is_grad_enabled: Whether gradients are recorded.
-        is_bare: Whether the program is in no region here. The state then comes from the options of
-            amp_fx, and Dynamo captured the node without autocast.
-        is_branch: Whether the node is in a branch of ``cond``. Such a branch traces its backward
-            with the autocast cache off, so each use of a weight has a separate cast.
-        casts_transforms: Whether autocast applies inside torch.func transforms and levels of
-            forward-mode AD outside of the program's regions.
-    """
-
-    state: AutocastState
-    is_grad_enabled: bool
-    is_bare: bool = False
-    is_branch: bool = False
-    casts_transforms: bool = True
-
-    def without_cast_cache(self) -> Site:
-        """Returns this site with eager autocast's weight cache disabled."""
-        return dataclasses.replace(self, state=dataclasses.replace(self.state, cache_enabled=False))
-
-    def without_autocast(self) -> Site:
-        """Returns this site with autocast disabled."""
-        return dataclasses.replace(self, state=self.state.turned_off())
 
 
 class Decomposer:
@@ -162,7 +115,7 @@ class Decomposer:
         self.num_traced = 0
         self._memo: dict[Any, Decomposed | NotPlainError] = {}
 
-    def open(self, node: fx.Node, site: Site) -> tuple[Decomposed, list[Any]]:
+    def open(self, node: fx.Node, site: AutocastSite) -> tuple[Decomposed, list[Any]]:
         """Decomposes one call node.
 
         Returns:
@@ -194,7 +147,7 @@ class Decomposer:
         self,
         node: fx.Node,
         inputs: list[fx.Node],
-        site: Site,
+        site: AutocastSite,
         resolver: Resolver,
         stack: ModuleStack,
     ) -> Decomposed:
@@ -216,7 +169,7 @@ class Decomposer:
             return decomposed
 
     def _trace_on(
-        self, values: list[Any], node: fx.Node, site: Site, table: _PolicyTable
+        self, values: list[Any], node: fx.Node, site: AutocastSite, table: _PolicyTable
     ) -> Decomposed:
         inputs = node.all_input_nodes
 

@@ -9,8 +9,7 @@ if TYPE_CHECKING:
     import torch
     from torch import fx
 
-    from amp_fx.graphs.casts import Cast
-    from amp_fx.graphs.decompose import OpDecision, Site
+    from amp_fx.graphs.records import AutocastSite, Cast, OpDecision
 
 T = TypeVar("T")
 
@@ -43,12 +42,15 @@ class Key(Generic[T]):
         del node.meta[self.name]
 
 
-SITE: Key[Site] = Key("site")
+SITE: Key[AutocastSite] = Key("site")
 """The region and grad mode of a node (``mark_regions``)."""
-ISLAND: Key[str] = Key("island")
+OPAQUE: Key[str] = Key("opaque")
 """The reason why a node is opaque to the passes and runs under native autocast."""
-IS_WRAPPED: Key[bool] = Key("is_wrapped_island")
-"""An island is surrounded by markers (``wrap_islands``)."""
+IS_WRAPPED: Key[bool] = Key("is_wrapped_opaque")
+"""An opaque node is surrounded by markers (``wrap_opaque_nodes``).
+
+The key ``is_wrapped`` is torch's: code generation calls ``torch.fx.wrap`` for such nodes.
+"""
 CAPTURED: Key[Any] = Key("captured")
 """The value that Dynamo or ``torch.export`` recorded."""
 VALUE: Key[Any] = Key("val")

@@ -24,8 +24,9 @@ from torch.fx.node import map_aggregate, map_arg
 
 from amp_fx.devices.float8 import warn_of_slowness
 from amp_fx.errors import UnsupportedError
-from amp_fx.graphs.decompose import Decomposed, Decomposer, NotPlainError, Site, call_key
+from amp_fx.graphs.decompose import Decomposed, Decomposer, NotPlainError, call_key
 from amp_fx.graphs.metadata import VALUE
+from amp_fx.graphs.records import AutocastSite
 from amp_fx.graphs.values import analysis, evaluate, tensors_in
 from amp_fx.policies.calls import TO_COPY, qualified_name
 from amp_fx.policies.float8 import run_float8, weight_of, why_not_float8
@@ -42,7 +43,7 @@ from amp_fx.torch_private.ops import HigherOrderOperator, OpOverload
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from amp_fx.graphs.decompose import OpDecision
+    from amp_fx.graphs.records import OpDecision
     from amp_fx.policies.calls import Call
     from amp_fx.policies.changes import ModuleStack
     from amp_fx.policies.policy import Policy
@@ -207,7 +208,7 @@ def _decided_call(
     number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> _Native | _Rewritten:
     policy = policy_of(number)
-    site = Site(AutocastState.ambient(), torch.is_grad_enabled())
+    site = AutocastSite(AutocastState.ambient(), torch.is_grad_enabled())
     stack = current_stack() if policy.resolver.depends_on_module else ()
     node, tensors = _as_node(func, args, kwargs)
     if any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.size()):
@@ -242,7 +243,7 @@ def _as_node(
 
 
 def _decompose_call(
-    node: fx.Node, tensors: list[torch.Tensor], site: Site, number: int, stack: ModuleStack
+    node: fx.Node, tensors: list[torch.Tensor], site: AutocastSite, number: int, stack: ModuleStack
 ) -> _Native | _Rewritten:
     fake_mode = detect_fake_mode(tensors) or FakeTensorMode()
     default, policy = preset("torch"), policy_of(number)
@@ -266,7 +267,7 @@ def _decompose_call(
 
 
 def _result_type(
-    node: fx.Node, decomposed: Decomposed | None, site: Site, fake_mode: FakeTensorMode
+    node: fx.Node, decomposed: Decomposed | None, site: AutocastSite, fake_mode: FakeTensorMode
 ) -> type:
     """Returns the class of a call's result; ``torch.Tensor`` if it is not a tuple or list."""
     if decomposed is None or decomposed.graph is None:
@@ -314,7 +315,7 @@ def _fake_of(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
         )
 
 
-def _decompose(node: fx.Node, site: Site, decomposer: Decomposer) -> Decomposed | None:
+def _decompose(node: fx.Node, site: AutocastSite, decomposer: Decomposer) -> Decomposed | None:
     """Returns the decomposition of a call; None if it cannot be traced."""
     try:
         return decomposer.open(node, site)[0]

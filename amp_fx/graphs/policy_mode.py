@@ -93,7 +93,7 @@ def ambient_policy() -> Policy | None:
 
 
 def enter_policy(number: int) -> PolicyMode:
-    """Enters the mode of a policy; a node before an island calls this function."""
+    """Enters the mode of a policy; a node before an opaque node calls this function."""
     mode = PolicyMode(number)
     mode.__enter__()  # type: ignore[no-untyped-call]
     return mode

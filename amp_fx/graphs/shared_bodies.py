@@ -24,8 +24,8 @@ from amp_fx.graphs.bodies import (
     operands_of,
 )
 from amp_fx.graphs.decompose import value_key
+from amp_fx.graphs.locations import dynamo_name
 from amp_fx.graphs.metadata import CUSTOM, MODULE_STACK
-from amp_fx.graphs.places import dynamo_name
 from amp_fx.graphs.policy_mode import annotated_policy, is_policy_annotation
 from amp_fx.graphs.values import is_written, recorded_value, set_value, value_of
 from amp_fx.policies.changes import plain_name
@@ -39,7 +39,7 @@ from amp_fx.torch_private.higher_order import (
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from amp_fx.graphs.decompose import Site
+    from amp_fx.graphs.records import AutocastSite
     from amp_fx.policies.policy import Policy
     from amp_fx.regions.module_stack import CompileFrame
 
@@ -93,7 +93,7 @@ class SharedBodies:
                     MODULE_STACK.put(inner, _renamed(stack, renames))
         return body
 
-    def key_of(self, node: fx.Node, body: fx.GraphModule, site: Site) -> Any:
+    def key_of(self, node: fx.Node, body: fx.GraphModule, site: AutocastSite) -> Any:
         """Returns a key that is equal for calls whose rewritten bodies are equal."""
         values = [
             value_of(operand) if isinstance(operand, fx.Node) else operand

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from amp_fx.graphs.places import NodeLocation
+    from amp_fx.graphs.locations import NodeLocation
     from amp_fx.tables.float8 import Scaling
 
 KERNEL = "amp_fx::float8_product"

@@ -21,7 +21,7 @@ from amp_fx.backend.inner import compile_inner
 from amp_fx.backend.rewrite import Reporting, rewrite
 from amp_fx.explanation.running import optimized
 from amp_fx.graphs.bodies import with_attributes_as_inputs
-from amp_fx.graphs.places import NodeLocation, place_of
+from amp_fx.graphs.locations import NodeLocation, location_of
 from amp_fx.numerics.shadow import facts_of
 from amp_fx.numerics.trace import is_traced, op_label, traced_results
 from amp_fx.regions.module_stack import compile_frame
@@ -167,7 +167,7 @@ def _with_values(
             origins[node] = tuple(("value", len(values) + i) for i in range(len(made)))
         for part in made:
             nodes.append(part)
-            values.append(_Value(place_of(node, frame), op_label(node.target), inputs))
+            values.append(_Value(location_of(node, frame), op_label(node.target), inputs))
     output = gm.graph.output_node()
     given = list(output.args[0])  # type: ignore[arg-type]
     output.args = ((*given, *nodes),)

@@ -19,7 +19,7 @@ import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.running import leaf_tensors
-from amp_fx.graphs.places import NodeLocation
+from amp_fx.graphs.locations import NodeLocation
 from amp_fx.numerics.measures import Measures, exponents, heal, measure_float, rounded_integers
 from amp_fx.numerics.places import is_inside
 from amp_fx.numerics.recorder import Recorder

@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from amp_fx.errors import PolicyError
-from amp_fx.graphs.places import NodeLocation
+from amp_fx.graphs.locations import NodeLocation
 from amp_fx.policies.calls import is_changeable
 from amp_fx.policies.changes import expand_ops
 from amp_fx.regions.module_stack import current_stack

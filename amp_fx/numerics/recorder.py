@@ -14,7 +14,7 @@ import torch
 import torch.utils.checkpoint
 
 from amp_fx.explanation.running import leaf_tensors
-from amp_fx.graphs.places import NodeLocation
+from amp_fx.graphs.locations import NodeLocation
 from amp_fx.numerics.places import CallNotes, Places, frames_above
 from amp_fx.numerics.shadow import facts_of, is_custom, is_wrapped, number_of
 from amp_fx.torch_private.autograd import current_autograd_node, latest_sequence_number

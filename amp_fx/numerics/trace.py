@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from typing import Self
 
-    from amp_fx.graphs.places import NodeLocation
+    from amp_fx.graphs.locations import NodeLocation
     from amp_fx.numerics.state import StateGuard
     from amp_fx.numerics.trace_diff import TraceDiff
     from amp_fx.regions.module_paths import ModulePaths

@@ -3,7 +3,7 @@
 ``torch.autocast`` stores its state in thread-local flags of the dispatcher. Passes rewrite a graph
 long before it runs, so they need the state and its policy as a value. ``AutocastState.ambient``
 reads the flags, ``enter`` returns the state after an ``_enter_autocast`` node, and ``applied`` sets
-the flags while an island is evaluated.
+the flags while an opaque node is evaluated.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def no_autocast() -> contextlib.AbstractContextManager[None]:
     """Context in which autocast is off for every device.
 
     Relies on ``torch._C._DisableAutocast``, which excludes all autocast dispatch keys. A region
-    that is entered inside the context, such as that of an island, enables autocast again.
+    that is entered inside the context, such as that of an opaque node, enables autocast again.
     """
     guard: contextlib.AbstractContextManager[None] = DisableAutocast()
     return guard

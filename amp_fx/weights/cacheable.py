@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.dtypes import is_dtensor
-from amp_fx.graphs.places import input_path, lines_of
+from amp_fx.graphs.locations import input_path, lines_of
 from amp_fx.graphs.values import is_dynamic, is_written, value_of
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.torch_private.fake_tensors import FakeTensor

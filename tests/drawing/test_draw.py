@@ -156,7 +156,7 @@ def test_every_cast_is_drawn_at_the_level_of_ops(explained: dict[str, Explanatio
         }
         totals = explanation.totals
         assert count == {"cast": totals.casts_left, "kept": totals.casts_kept}
-        ops = [member for box in drawn if box.kind in ("op", "island") for member in box.members]
+        ops = [member for box in drawn if box.kind in ("op", "opaque") for member in box.members]
         assert len(ops) == len(set(ops))
 
 

@@ -119,7 +119,7 @@ def wanted(explanation: Explanation, pattern: re.Pattern[str]) -> list[int]:
         modules = {node.name: node.module for node in record.nodes}
         kinds = {node.name: node.kind for node in record.nodes}
         sums[0] += sum(
-            node.kind in ("op", "island") and bool(pattern.fullmatch(node.module))
+            node.kind in ("op", "opaque") and bool(pattern.fullmatch(node.module))
             for node in record.nodes
         )
         for cast in record.casts:

@@ -364,7 +364,7 @@ def test_policy_around_the_call(args: tuple[torch.Tensor, ...], mine: Policy) ->
             assert dtypes(call(*args)) == expected
 
 
-def test_island_in_a_region_with_a_policy(args: tuple[torch.Tensor, ...], mine: Policy) -> None:
+def test_opaque_node_in_a_region_with_policy(args: tuple[torch.Tensor, ...], mine: Policy) -> None:
     """A vmap stays as it is and runs under native autocast, by the region's policy."""
 
     def call(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

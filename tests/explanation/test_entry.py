@@ -166,8 +166,8 @@ def test_origins_modules_and_source_lines() -> None:
     assert found["other"] == ("float16", "table")
     assert found[".relu"] == ("float16", "unlisted")
     assert "cpu float16" in nodes["other"].reason
-    [island] = explanation.forward[0].islands
-    assert island.reason == "not rewritten, runs in the dtypes of the program: higher-order op"
+    [node] = explanation.forward[0].opaque
+    assert node.reason == "not rewritten, runs in the dtypes of the program: higher-order op"
     assert nodes[".relu"].file == __file__
     assert "x.relu()" in nodes[".relu"].code
 

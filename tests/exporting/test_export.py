@@ -435,7 +435,7 @@ def test_a_transform_is_refused_with_its_name_and_the_way_around_it() -> None:
     assert dtypes(amp_fx.export(resolved))["layer.weight"] == torch.bfloat16
 
 
-def test_an_island_is_refused_with_its_name() -> None:
+def test_an_opaque_node_is_rejected_with_its_name() -> None:
     from torch._higher_order_ops.while_loop import while_loop
 
     class Loop(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-_NO_CUDA = "it runs as an island, whose torch.autocast turns itself off where there is no CUDA"
+_NO_CUDA = "it runs as an opaque node, whose torch.autocast turns itself off where there is no CUDA"
 
 DTYPES_ONLY = {
     "empty": "returns whatever lies in memory",
@@ -21,7 +21,7 @@ DTYPES_ONLY = {
 CPU_OPS: dict[str, str] = {}
 """Test id in ``test_ops_cpu.py`` (as ``matmul-bare-float16``) -> reason."""
 
-_ISLANDS_WITHOUT_CUDA = {
+_OPAQUE_WITHOUT_CUDA = {
     "masked_logsumexp-ambient-float16": _NO_CUDA,
     "masked_logsumexp-bare-bfloat16": _NO_CUDA,
     "masked_prod-ambient-float16": _NO_CUDA,
@@ -42,16 +42,16 @@ _FAKE_KERNELS = {
     "torch_ops_aten__safe_softmax_default-ambient-float16": _WIDE_RESULT,
 }
 CUDA_OPS: dict[str, str] = _FAKE_KERNELS | (
-    {} if torch.cuda.is_available() else _ISLANDS_WITHOUT_CUDA
+    {} if torch.cuda.is_available() else _OPAQUE_WITHOUT_CUDA
 )
 """Test id in ``test_ops_cuda.py`` -> reason."""
 
-_ISLANDS_CAST = (
-    "the transform runs as an island, whose cast of the weight is its own: gradients add up in"
+_OPAQUE_CAST = (
+    "the transform runs as an opaque node, whose cast of the weight is its own: gradients add up in"
     " float32, where one eager region adds them in the low dtype"
 )
 MODELS: dict[str, str] = {
-    f"vmap-{way}-{dtype}": _ISLANDS_CAST
+    f"vmap-{way}-{dtype}": _OPAQUE_CAST
     for way in ("ambient", "bare")
     for dtype in ("bfloat16", "float16")
 }

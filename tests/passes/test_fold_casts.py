@@ -24,11 +24,11 @@ from tests.programs import (
 if TYPE_CHECKING:
     from collections import Counter
 
-    from amp_fx.graphs.decompose import Site
+    from amp_fx.graphs.records import AutocastSite
     from tests.programs import Captured, Program
 
 
-def fold(captured: Captured, where: Site | None = None) -> Counter[str]:
+def fold(captured: Captured, where: AutocastSite | None = None) -> Counter[str]:
     """Runs the pass after those that it needs; checks the graph."""
     passes = (MarkRegions(where or site()), InsertCasts(POLICY), FoldCasts())
     return run_settling(captured.gm, passes)

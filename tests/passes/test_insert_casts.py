@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from amp_fx.graphs.decompose import Site
+    from amp_fx.graphs.records import AutocastSite
     from tests.programs import Captured, Program
 
 linear = torch.nn.functional.linear
 
 
-def insert(captured: Captured, where: Site | None = None) -> Counter[str]:
+def insert(captured: Captured, where: AutocastSite | None = None) -> Counter[str]:
     """Runs the pass alone, with what it needs before, and checks the graph after."""
     passes = (MarkRegions(where or site()), InsertCasts(POLICY))
     return run_settling(captured.gm, passes)

@@ -61,7 +61,7 @@ def test_casts_are_found_through_views(program: Program, num_casts: int, is_dire
         lambda x, w: (x @ w, w.detach().add_(1)),
         lambda x, w: (x @ w, w.to(torch.float16)),
         lambda x, w: x.view(w.shape),  # nobody reads it
-        lambda x, w: torch.func.grad(lambda a: (a @ w).sum())(x),  # an island
+        lambda x, w: torch.func.grad(lambda a: (a @ w).sum())(x),  # an opaque node
     ],
 )
 def test_any_other_reader_says_no(program: Program) -> None:

@@ -1,4 +1,4 @@
-"""mark_regions: which region every node stands in, and which nodes are islands."""
+"""mark_regions: which region every node stands in, and which nodes are opaque."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from amp_fx.backend.pipeline import default_passes, run_passes
 from amp_fx.graphs.conditions import check_graph
-from amp_fx.graphs.islands import TRANSFORM
+from amp_fx.graphs.opaque import TRANSFORM
 from amp_fx.passes.mark_regions import MarkRegions
 from tests.programs import (
     POLICY,
@@ -98,7 +98,7 @@ def test_grad_mode_is_followed_and_its_switches_stay(rng: torch.Generator) -> No
     assert captured.text() == before
 
 
-def test_nodes_between_functorch_levels_are_one_island(rng: torch.Generator) -> None:
+def test_nodes_between_functorch_levels_are_opaque_together(rng: torch.Generator) -> None:
     def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.func.vmap(lambda row: row @ w)(x)
         return y @ w
@@ -106,7 +106,7 @@ def test_nodes_between_functorch_levels_are_one_island(rng: torch.Generator) -> 
     captured = capture_program(program, *matrices(rng, 3)[:2])
     MarkRegions(site()).call(captured.gm)
     reasons = {
-        name: node.meta.get("island")
+        name: node.meta.get("opaque")
         for node, name in node_names(captured.gm.graph).items()
         if "matmul" in name or "nesting" in name
     }
@@ -120,7 +120,7 @@ def test_nodes_between_functorch_levels_are_one_island(rng: torch.Generator) -> 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # since torch 2.15
-def test_nodes_of_a_forward_ad_level_are_one_island(rng: torch.Generator) -> None:
+def test_nodes_of_a_forward_ad_level_are_opaque_together(rng: torch.Generator) -> None:
     def program(x: torch.Tensor, t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(x, t) @ w  # type: ignore[no-untyped-call]
@@ -130,15 +130,15 @@ def test_nodes_of_a_forward_ad_level_are_one_island(rng: torch.Generator) -> Non
     captured = capture_program(program, *matrices(rng, 3))
     MarkRegions(site()).call(captured.gm)
     names = node_names(captured.gm.graph).items()
-    reasons = [node.meta.get("island") for node, name in names if "matmul" in name]
+    reasons = [node.meta.get("opaque") for node, name in names if "matmul" in name]
     assert reasons == [TRANSFORM, None]
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_higher_order_ops_are_islands(rng: torch.Generator) -> None:
+def test_higher_order_ops_are_opaque(rng: torch.Generator) -> None:
     captured = capture_program(squared, *matrices(rng, 3)[:1])
     MarkRegions(site()).call(captured.gm)
-    assert captured.node("autograd_function_apply").meta["island"] == "higher-order op"
+    assert captured.node("autograd_function_apply").meta["opaque"] == "higher-order op"
 
 
 class Squared(torch.autograd.Function):

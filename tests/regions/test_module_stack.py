@@ -1,4 +1,4 @@
-"""module_path: the module around an op, in eager code, after graph breaks and in islands."""
+"""module_path: the module around an op, in eager code, after graph breaks and in opaque nodes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ bf16, f32 = torch.bfloat16, torch.float32
 
 
 class Product(torch.autograd.Function):
-    """An island: its gradient is of its own."""
+    """An opaque node: it has its own gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ class Product(torch.autograd.Function):
 
 
 class Custom(nn.Module):
-    """Calls the island."""
+    """Calls the opaque function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Custom(nn.Module):
 
 
 class Layer(nn.Module):
-    """An island, a break in the graph, and a plain layer."""
+    """An opaque node, a break in the graph, and a plain layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ POLICIES = {
 @pytest.mark.parametrize("pattern", POLICIES)
 @torch.no_grad()  # Dynamo reads the .grad of what it resumes with
 def test_equal_modules_are_told_apart(pattern: str) -> None:
-    """After a graph break each is compiled alone; eager code and islands know as well."""
+    """After a graph break each is compiled alone; eager code and opaque nodes know as well."""
     policy = Policy.default().with_modules({pattern: "fp32"})
     torch.manual_seed(0)
     net, x = Net(), torch.randn(4, 4)
@@ -108,7 +108,7 @@ def test_equal_modules_are_told_apart(pattern: str) -> None:
             torch.testing.assert_close(call(x), outputs, rtol=0, atol=0)
 
 
-def test_islands_run_by_the_policy_of_their_module() -> None:
+def test_opaque_nodes_run_by_the_policy_of_their_module() -> None:
     """In one graph, where no module is on the stack; the function keeps its own gradient."""
     net, x = EachAlone(Custom() for _ in range(3)), torch.randn(4, 4)
     policy = Policy.default().with_modules({"1": "fp32"})

@@ -16,7 +16,7 @@ from amp_fx.numerics.storages import Marks, address_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from amp_fx.graphs.places import NodeLocation
+    from amp_fx.graphs.locations import NodeLocation
     from amp_fx.numerics.audit.report import Finding
     from amp_fx.numerics.audit.rounding import Roundings
 

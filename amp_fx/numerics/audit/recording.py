@@ -25,7 +25,7 @@ from amp_fx.torch_private.autograd import current_autograd_node
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from amp_fx.graphs.places import NodeLocation
+    from amp_fx.graphs.locations import NodeLocation
     from amp_fx.numerics.audit.regions import Region
     from amp_fx.numerics.audit.report import Finding
     from amp_fx.numerics.state import StateGuard

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.graphs.places import NodeLocation
+from amp_fx.graphs.locations import NodeLocation
 from amp_fx.regions.state import autocast_device_types
 
 if TYPE_CHECKING:

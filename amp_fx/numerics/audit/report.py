@@ -7,7 +7,7 @@ import html
 from typing import TYPE_CHECKING
 
 from amp_fx.explanation.table import folded_path, without_numbers
-from amp_fx.graphs.places import short_path
+from amp_fx.graphs.locations import short_path
 from amp_fx.numerics.records import grouped
 from amp_fx.reports import Report, dtype_cell, human, new_table
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from amp_fx.graphs.places import NodeLocation
+    from amp_fx.graphs.locations import NodeLocation
 
 REPAIRS = {
     "update_lost": "Store the weights in float32 and train under torch.autocast, or give the "

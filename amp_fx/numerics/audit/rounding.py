@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.graphs.places import short_path
+from amp_fx.graphs.locations import short_path
 from amp_fx.numerics.audit.recording import Event, Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
 from amp_fx.numerics.measures import rounded_integers
@@ -23,7 +23,7 @@ from amp_fx.numerics.storages import Marks
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from amp_fx.graphs.places import NodeLocation
+    from amp_fx.graphs.locations import NodeLocation
     from amp_fx.numerics.audit.report import Finding
 
 CASTS = frozenset(

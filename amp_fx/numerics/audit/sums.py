@@ -19,7 +19,7 @@ from amp_fx.numerics.storages import Marks
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from amp_fx.graphs.places import NodeLocation
+    from amp_fx.graphs.locations import NodeLocation
     from amp_fx.numerics.audit.recording import AuditMode
     from amp_fx.numerics.audit.report import Finding
 

@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
 )
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.graphs.places import NodeLocation
+from amp_fx.graphs.locations import NodeLocation
 from amp_fx.numerics.audit.recording import Event, Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
 from amp_fx.numerics.state import parameters_of

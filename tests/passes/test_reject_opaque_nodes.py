@@ -1,4 +1,4 @@
-"""refuse_islands: no island is left in a region of an exported program."""
+"""reject_opaque_nodes: no opaque node is left in a region of an exported program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_fx.errors import UnsupportedError
-from amp_fx.passes.refuse_islands import RefuseIslands
+from amp_fx.passes.reject_opaque_nodes import RejectOpaqueNodes
 from tests.exporting.graphs import exported, with_casts
 from tests.programs import graph_text
 
@@ -23,9 +23,9 @@ class Solves(nn.Module):
 
 def test_the_node_its_place_and_the_reason_are_named() -> None:
     gm = with_casts(exported(Solves(), torch.randn(4, 4)))
-    message = r"%\w*pinv.*\(the kernel of aten::linalg_pinv.*test_refuse_islands\.py:\d+"
+    message = r"%\w*pinv.*\(the kernel of aten::linalg_pinv.*test_reject_opaque_nodes\.py:\d+"
     with pytest.raises(UnsupportedError, match=message):
-        RefuseIslands().call(gm)
+        RejectOpaqueNodes().call(gm)
 
 
 class Off(nn.Module):
@@ -39,5 +39,5 @@ class Off(nn.Module):
 def test_what_autocast_does_not_touch_stays() -> None:
     gm = with_casts(exported(Off(), torch.randn(4, 4)))
     before = graph_text(gm)
-    assert not RefuseIslands().call(gm).modified
+    assert not RejectOpaqueNodes().call(gm).modified
     assert graph_text(gm) == before

@@ -1,4 +1,4 @@
-"""wrap_islands: what cannot be rewritten runs under native autocast."""
+"""wrap_opaque_nodes: what cannot be rewritten runs under native autocast."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def rewrite(captured: Captured, **where: Any) -> Counter[str]:
 
 def test_golden(rng: torch.Generator) -> None:
     captured = capture_program(vmapped, *matrices(rng))
-    assert rewrite(captured) == {"islands": 1}
+    assert rewrite(captured) == {"opaque_nodes": 1}
     lines = captured.text().splitlines()
     names = [line.split(" = ")[0].split(":")[0] for line in lines[1:-1]]
     inside = names[names.index("enter_autocast") + 1 : names.index("exit_autocast")]
@@ -92,7 +92,7 @@ def test_markers_carry_the_settings_of_the_region(rng: torch.Generator) -> None:
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_islands_where_nothing_autocasts_are_untouched(
+def test_opaque_nodes_where_nothing_autocasts_are_untouched(
     rng: torch.Generator, program: Program
 ) -> None:
     captured = capture_program(program, *matrices(rng))

@@ -1,9 +1,9 @@
 """Rejects programs with opaque regions, which an exported program cannot run under autocast.
 
-Compiled graphs run islands under native autocast, between markers (``wrap_islands``). An exported
-program cannot contain markers, and would run an island in the dtypes of its inputs. Accepted are
-islands without tensors or outside of any region, and higher-order ops that call a single op to
-which autocast does not apply (``auto_functionalized``, ``with_effects``).
+Compiled graphs run opaque nodes under native autocast, between markers (``wrap_opaque_nodes``). An
+exported program cannot contain markers, and would run an opaque node in the dtypes of its inputs.
+Accepted are opaque nodes without tensors or outside of any region, and higher-order ops that call a
+single op to which autocast does not apply (``auto_functionalized``, ``with_effects``).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from amp_fx.errors import UnsupportedError
 from amp_fx.graphs.bodies import rewritten_bodies
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
-from amp_fx.graphs.metadata import ISLAND, SITE
-from amp_fx.graphs.places import lines_of
+from amp_fx.graphs.locations import lines_of
+from amp_fx.graphs.metadata import OPAQUE, SITE
 from amp_fx.passes.base import PassResult
-from amp_fx.passes.wrap_islands import needs_autocast
+from amp_fx.passes.wrap_opaque_nodes import needs_autocast
 from amp_fx.regions.autocast_kernels import has_autocast_kernel
 from amp_fx.torch_private.ops import HigherOrderOperator, OpOverload
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class RefuseIslands:
+class RejectOpaqueNodes:
     """Raises at the first opaque region that autocast would change."""
 
-    name: ClassVar[str] = "refuse_islands"
+    name: ClassVar[str] = "reject_opaque_nodes"
     requires: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
     is_needed: ClassVar[bool] = True
 
@@ -44,10 +44,11 @@ class RefuseIslands:
         for node in gm.graph.nodes:
             if needs_autocast(node) and not _calls_plain_op(node):
                 raise UnsupportedError(
-                    f"{node.format_node()} cannot be rewritten ({ISLAND.of(node)}), and an "
-                    f"exported program cannot run it under torch.autocast{place_of(node)}. "
-                    "Disable autocast around it (torch.autocast(..., enabled=False)), or register "
-                    "a cast policy (amp_fx.register_op) if it is a custom op"
+                    f"{node.format_node()} cannot be rewritten ({OPAQUE.of(node)}), and an "
+                    "exported program cannot run it under torch.autocast"
+                    f"{describe_location(node)}. Disable autocast around it "
+                    "(torch.autocast(..., enabled=False)), or register a cast policy "
+                    "(amp_fx.register_op) if it is a custom op"
                 )
         for body in rewritten_bodies(gm):
             self.call(body)
@@ -67,7 +68,7 @@ _HIDDEN = (str(Path(torch.__file__).parent), str(Path(__file__).resolve().parent
 """Folders of torch and amp_fx, whose lines messages omit."""
 
 
-def place_of(node: fx.Node) -> str:
+def describe_location(node: fx.Node) -> str:
     """Returns the source line of a node as the end of a message; empty if unknown."""
     lines = [line for line in lines_of(node) if not line.file.startswith(_HIDDEN)]
     return f"; it is called at {lines[-1].file}:{lines[-1].number}" if lines else ""

@@ -1,4 +1,4 @@
-"""Evaluates islands: nodes that no pass rewrites and that run under native autocast."""
+"""Evaluates opaque nodes: nodes that no pass rewrites and that run under native autocast."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx.node import map_aggregate, map_arg
 
-from amp_fx.graphs.metadata import ISLAND, SITE
+from amp_fx.graphs.metadata import OPAQUE, SITE
 from amp_fx.graphs.policy_mode import policy_applied
 from amp_fx.graphs.sizes import hint, num_elements
 from amp_fx.graphs.values import (
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from amp_fx.torch_private.ops import OpOverload
 
 TRANSFORM = "torch.func transform"
-"""Value of ``metadata.ISLAND`` for nodes inside a torch.func transform or a forward-mode AD level.
+"""Value of ``metadata.OPAQUE`` for nodes inside a torch.func transform or a forward-mode AD level.
 """
 
 
@@ -61,7 +61,7 @@ def in_steps(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     for node in list(graph.nodes):
         if node._erased:
             continue
-        if ISLAND.get(node) == TRANSFORM:
+        if OPAQUE.get(node) == TRANSFORM:
             transform.append(node)
             continue
         if transform:
@@ -70,10 +70,10 @@ def in_steps(graph: fx.Graph) -> Iterator[list[fx.Node]]:
         yield [node]
 
 
-def evaluate_island(
+def evaluate_opaque(
     node: fx.Node, fake_mode: FakeTensorMode | None, frame: CompileFrame = NO_FRAME
 ) -> None:
-    """Evaluates an island under native autocast and records its value."""
+    """Evaluates an opaque node under native autocast and records its value."""
     _resolve_module_policy([node], frame)
     args, kwargs = argument_values(node)
     captured = captured_value(node)
@@ -165,7 +165,7 @@ def _zeros_like(value: Any) -> Any:
 
 
 def _resolve_module_policy(nodes: list[fx.Node], frame: CompileFrame) -> None:
-    """Replaces the policy of islands by its rules for their module.
+    """Replaces the policy of opaque nodes by its rules for their module.
 
     When the compiled graph runs, no module is being called.
     """

@@ -1,14 +1,14 @@
 """Runs opaque regions under native autocast, as in the uncompiled program.
 
 Before:
-    %y = higher_order.flex_attention(%q, %k, %v, ...)        # island, site: cpu bfloat16
+    %y = higher_order.flex_attention(%q, %k, %v, ...)        # opaque node, site: cpu bfloat16
 After:
     %enter = _enter_autocast("cpu", torch.bfloat16, True, True)
     %y     = higher_order.flex_attention(%q, %k, %v, ...)
     %exit  = _exit_autocast(%enter)
 
-Adjacent islands of one region share a pair of markers. Left unchanged: islands without tensor
-inputs, and islands in which autocast is off for all devices.
+Adjacent opaque nodes of one region share a pair of markers. Left unchanged: opaque nodes without
+tensor inputs, and opaque nodes in which autocast is off for all devices.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from amp_fx.graphs.bodies import argument_graphs, rewritten_bodies
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
-from amp_fx.graphs.islands import TRANSFORM
 from amp_fx.graphs.markers import enter_region, exit_region, surround
-from amp_fx.graphs.metadata import IS_WRAPPED, ISLAND, SITE
+from amp_fx.graphs.metadata import IS_WRAPPED, OPAQUE, SITE
+from amp_fx.graphs.opaque import TRANSFORM
 from amp_fx.graphs.values import argument_values, tensors_in
 from amp_fx.passes.base import PassResult
 
@@ -32,27 +32,27 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class WrapIslands:
+class WrapOpaqueNodes:
     """Inserts autocast markers around opaque regions."""
 
-    name: ClassVar[str] = "wrap_islands"
+    name: ClassVar[str] = "wrap_opaque_nodes"
     requires: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
     ensures: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
     is_needed: ClassVar[bool] = True
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        """Counts ``islands``, also in bodies of higher-order ops."""
+        """Counts ``opaque_nodes``, also in bodies of higher-order ops."""
         counts: Counter[str] = Counter()
-        for run in _island_runs(gm.graph):
+        for run in _opaque_runs(gm.graph):
             if not IS_WRAPPED.is_on(run[0]):
                 _wrap(gm, run)
-                counts["islands"] += 1
+                counts["opaque_nodes"] += 1
         for body in rewritten_bodies(gm):
             counts.update(self.call(body).counts)
         return PassResult(counts)
 
 
-def _island_runs(graph: fx.Graph) -> list[list[fx.Node]]:
+def _opaque_runs(graph: fx.Graph) -> list[list[fx.Node]]:
     runs: list[list[fx.Node]] = []
     previous = None
     for node in graph.nodes:
@@ -70,9 +70,9 @@ def _island_runs(graph: fx.Graph) -> list[list[fx.Node]]:
 
 def needs_autocast(node: fx.Node) -> bool:
     """Returns True if native autocast may change the results of an opaque region."""
-    if not ISLAND.is_on(node) or not SITE.of(node).state.enabled:
+    if not OPAQUE.is_on(node) or not SITE.of(node).state.enabled:
         return False
-    return ISLAND.of(node) == TRANSFORM or bool(tensors_in(*argument_values(node)))
+    return OPAQUE.of(node) == TRANSFORM or bool(tensors_in(*argument_values(node)))
 
 
 def _wrap(gm: fx.GraphModule, run: list[fx.Node]) -> None:

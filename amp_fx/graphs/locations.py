@@ -59,7 +59,7 @@ class NodeLocation(NamedTuple):
         return f"{short_path(self.file)}:{self.line}: {self.code}" if self.file else ""
 
 
-def place_of(node: fx.Node, frame: CompileFrame = NO_FRAME) -> NodeLocation:
+def location_of(node: fx.Node, frame: CompileFrame = NO_FRAME) -> NodeLocation:
     """Returns the innermost module and source line of a node."""
     module, module_type = next(reversed(_modules_around(node, frame).items()), ("", ""))
     file, line, _, code = [Line("", 0, "", ""), *lines_of(node)][-1]
@@ -129,7 +129,7 @@ def short_path(file: str) -> str:
     return "/".join(path.parts[-2:])
 
 
-def op_name(node: fx.Node) -> str:
+def target_name(node: fx.Node) -> str:
     """Returns the target of a node as it is written in code, such as ``F.linear``."""
     if node.op == "call_method":
         return f".{node.target}"
