@@ -13,6 +13,7 @@ from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.backend.inductor import compile_cached_with_inductor
 from amp_fx.backend.numerics import check_devices, is_strict
 from amp_fx.graphs.shared_bodies import inline_shared_bodies
+from amp_fx.torch_private.autocast import privateuse1_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,11 +66,33 @@ def uses_inductor(example_inputs: Sequence[Any], options: Options) -> bool:
 
 
 def _can_use_inductor(example_inputs: Sequence[Any]) -> bool:
-    """Returns False for CPU tensors without a C++ compiler; AOTAutograd then runs the graph."""
-    has_cpu = any(isinstance(t, torch.Tensor) and t.device.type == "cpu" for t in example_inputs)
-    if not has_cpu or has_cpp_compiler():
+    """Returns False if AOTAutograd must run the graph.
+
+    It runs graphs with CPU tensors if there is no C++ compiler, and graphs with tensors of an
+    out-of-tree backend that has not registered a code generator.
+    """
+    devices = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
+    new_device = privateuse1_name()
+    if new_device in devices and not _has_code_generator(new_device):
+        return False
+    if "cpu" not in devices or has_cpp_compiler():
         return True
     _warn_no_compiler()
+    return False
+
+
+@functools.cache
+def _has_code_generator(device_type: str) -> bool:
+    """Returns True if inductor generates code for a device type; warns once if it does not."""
+    from amp_fx.torch_private.inductor import has_code_generator
+
+    if has_code_generator(device_type):
+        return True
+    log.warning(
+        "inductor has no code generator for %r: continuing with 'aot_eager'. "
+        "options={'compiler': 'aot_eager'} silences this message",
+        device_type,
+    )
     return False
 
 

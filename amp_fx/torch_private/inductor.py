@@ -11,6 +11,7 @@ import torch
 from torch._inductor import aoti_compile_and_package, freezing, fx_utils, ir
 from torch._inductor import compile_fx as compile_fx_module
 from torch._inductor.codecache import CacheabilityValidator, FxGraphCachePickler
+from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
 from torch._inductor.codegen.cpp_gemm_template import CppGemmTemplate, expand_bias
 from torch._inductor.codegen.cpp_micro_gemm import (
     CppMicroGemmAMX,
@@ -68,6 +69,7 @@ __all__ = (
     "freezing_passes",
     "freezing_patterns",
     "fx_utils",
+    "has_code_generator",
     "is_frozen_param",
     "make_pointwise",
     "ops",
@@ -81,6 +83,15 @@ __all__ = (
     "view_to_reshape",
     "without_input_asserts",
 )
+
+
+def has_code_generator(device_type: str) -> bool:
+    """Returns True if inductor generates code for a device type.
+
+    Out-of-tree backends register theirs with ``register_backend_for_device``.
+    """
+    init_backend_registration()
+    return get_scheduling_for_device(device_type) is not None
 
 
 @functools.cache

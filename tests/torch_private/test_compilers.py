@@ -411,6 +411,12 @@ def test_a_graph_remembers_frozen_parameters() -> None:
     assert inductor.is_frozen_param(frozen)
 
 
+def test_devices_have_code_generators() -> None:
+    assert inductor.has_code_generator("cpu")
+    assert inductor.has_code_generator("cuda")
+    assert not inductor.has_code_generator("a_new_device")
+
+
 def test_decompositions_and_lowerings_are_tables_by_op() -> None:
     aten = torch.ops.aten
     assert aten.gelu.default in inductor.select_decomp_table()
