@@ -14,6 +14,7 @@ from amp_fx.policies.changes import arg_override, expand_ops, to_policy
 from amp_fx.policies.policy import add_device
 from amp_fx.regions.autocast_kernels import add_kernels_of_device, add_kernels_of_op
 from amp_fx.tables.op_names import op_text
+from amp_fx.tables.presets import device_table
 from amp_fx.tables.registered import REGISTERED, RegisteredOp
 from amp_fx.torch_private.autocast import privateuse1_name
 
@@ -118,7 +119,8 @@ def register_device(
         dtypes: Dtypes that the device can autocast to, or their names. They are also set as result
             of ``torch.<device_type>.get_amp_supported_dtype()``, which is the default.
         table: Cast policies by op, as in ``Policy.with_device``. Defaults to the lists that
-            ``ATen/autocast_mode.h`` provides for new devices.
+            ``ATen/autocast_mode.h`` provides for new devices, and the ban of
+            ``binary_cross_entropy``.
 
     Raises:
         OptionError: torch's PrivateUse1 backend has another name or no module yet, or ``dtypes`` is
@@ -129,7 +131,7 @@ def register_device(
     _check_name(device_type)
     _check_module(device_type)
     supported = _checked_dtypes(device_type, dtypes)
-    add_device(device_type, table)
+    add_device(device_type, device_table() if table is None else table)
     if dtypes is not None:
         getattr(torch, device_type).get_amp_supported_dtype = lambda: list(supported)
     add_kernels_of_device(device_type)

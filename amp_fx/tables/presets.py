@@ -97,6 +97,15 @@ def reference_table() -> Table:
     return {op: policy for op, policy in xpu.items() if policy is not CastPolicy.BANNED}
 
 
+def device_table() -> Table:
+    """Returns the default table of ``register_device``.
+
+    It consists of the reference lists, and the ban of ``binary_cross_entropy``, which each device
+    of PyTorch with these lists registers as well.
+    """
+    return installed_tables()["xpu"]
+
+
 def _ipex_tables() -> Mapping[str, Table]:
     packets = overloads_by_packet()
     cpu = {

@@ -1,15 +1,13 @@
-"""devices: a PrivateUse1 backend works like a built-in one, on fake tensors.
-
-A process can name that backend once, so each case runs in a fork of one that has not named it.
-"""
+"""devices: a PrivateUse1 backend works like a built-in one, on fake tensors."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import functools
+import importlib
 
 import pytest
+
+from tests.in_forks import failures_of
 
 SETUP = """
 import sys
@@ -40,7 +38,7 @@ def inputs():
 REFERENCE = [bf16, f32, f32, f32, f32]
 """
 
-PROGRAMS = {
+TEXTS = {
     "reference lists, eager and compiled, and a policy of a region": """
 amp_fx.register_device("my_device", dtypes=[bf16, f16])
 assert torch.my_device.get_amp_supported_dtype() == [bf16, f16]
@@ -142,37 +140,19 @@ assert seen == [bf16]
 }
 
 
-FORKS = """
-import json, os, sys, traceback
-import torch, amp_fx, torch._dynamo  # what takes most of the time, once for all programs
+PROGRAMS = {name: functools.partial(exec, SETUP + text, {}) for name, text in TEXTS.items()}
 
-for name, program in json.load(sys.stdin).items():
-    if (child := os.fork()) == 0:
-        try:
-            exec(program, {})
-            print(name, "ended", flush=True)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-"""
+
+def prepare() -> None:
+    """Imports what takes most of the time, once for all programs."""
+    importlib.import_module("torch._dynamo")
 
 
 @pytest.fixture(scope="module")
-def ended() -> tuple[list[str], str]:
-    """The programs that ran to their end, and what all of them wrote to stderr."""
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", FORKS],
-        input=json.dumps({name: SETUP + program for name, program in PROGRAMS.items()}),
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    return result.stdout.splitlines(), result.stderr
+def failures() -> dict[str, str]:
+    return failures_of(__name__)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_in_a_process_of_its_own(name: str, ended: tuple[list[str], str]) -> None:
-    names, errors = ended
-    assert f"{name} ended" in names, errors
+def test_in_a_process_of_its_own(name: str, failures: dict[str, str]) -> None:
+    assert failures.get(name, "ended its process") == ""

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from amp_fx.errors import PolicyError
+from amp_fx.regions.autocast_kernels import autocast_key
 from amp_fx.tables import DEVICES, OWN_KERNELS
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.presets import measured_file, torch_version
@@ -80,7 +81,7 @@ def registered_ops(device_type: str) -> list[str]:
 
     Excludes ops of other libraries and those in ``OWN_KERNELS``.
     """
-    key = f"Autocast{device_type.upper()}"
+    key = autocast_key(device_type)
     registered = torch._C._dispatch_get_registrations_for_dispatch_key(key)
     aten = {op for op in registered if op.startswith("aten::")}
     return sorted(aten.difference(OWN_KERNELS.get(device_type, ())))
@@ -123,7 +124,7 @@ def measure(op: str, device_type: str) -> CastPolicy | None:
     num_tensors = sum(map(_num_tensors, _schema(op).arguments))
     mixed = (_LOW, *[_FP32] * (num_tensors - 1))
     probes = (*((dtype,) * num_tensors for dtype in (_FP32, _LOW, _FP64)), mixed)
-    key = f"Autograd{device_type.upper()}"
+    key = autocast_key(device_type).replace("Autocast", "Autograd")
     with _reporting(op, key), _autocast_on(device_type):
         arrivals = {dtypes: _arrival(op, device_type, dtypes) for dtypes in probes}
     for policy in _POLICIES:

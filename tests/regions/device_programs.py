@@ -1,0 +1,365 @@
+"""What programs of users do with autocast, on the device of ``docs/examples/my_device``."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import io
+import logging
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+import amp_fx
+from amp_fx import csrc, preset
+from amp_fx.tables.presets import device_table
+from tests.parity.oracle import bits
+from tests.tables.measure import measured_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+EXAMPLES = Path(__file__).parents[2] / "docs/examples"
+DEVICE = "my_device"
+LOW = (torch.bfloat16, torch.float16)
+bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
+
+PROGRAMS: dict[str, Callable[[], None]] = {}
+
+
+def program(function: Callable[[], None]) -> Callable[[], None]:
+    """Adds a function to the programs."""
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+def prepare() -> None:
+    """Loads the device, and gives it autocast."""
+    sys.path.insert(0, str(EXAMPLES))
+    importlib.import_module("my_device")
+    amp_fx.register_device(DEVICE, dtypes=LOW)
+    csrc.load()
+
+
+def make_model() -> nn.Sequential:
+    """A small network with low and float32 ops, with the same weights in each call."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv1d(3, 4, 1),
+        nn.Flatten(),
+        nn.Linear(8, 8),
+        nn.LayerNorm(8),
+        nn.GELU(),
+        nn.Linear(8, 2),
+    ).to(DEVICE)
+
+
+def make_inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch and its classes."""
+    torch.manual_seed(1)
+    return torch.randn(6, 3, 2).to(DEVICE), torch.randint(2, (6,)).to(DEVICE)
+
+
+def compiled(function: Any, **options: Any) -> Any:
+    """A function compiled by amp_fx for a device that inductor does not know."""
+    return torch.compile(function, backend="amp_fx", options={"compiler": "aot_eager", **options})
+
+
+def is_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors have the same dtype, device and bits."""
+    same = left.dtype is right.dtype and left.device == right.device
+    return same and torch.equal(bits(left.detach().cpu()), bits(right.detach().cpu()))
+
+
+def trained(
+    forward: Callable[[nn.Module], Any], dtype: torch.dtype, scaler: Any
+) -> dict[str, torch.Tensor]:
+    """The weights after three steps."""
+    model = make_model()
+    run = forward(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x, y = make_inputs()
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autocast(DEVICE, dtype):
+            loss = F.cross_entropy(run(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return dict(model.state_dict())
+
+
+@program
+def the_lists_hold_in_eager_code() -> None:
+    """Measured at the Autograd kernels, as the tables of torch's own devices are."""
+    assert measured_table(DEVICE) == device_table()
+    assert preset("torch").tables[DEVICE] == device_table()
+
+
+@program
+def training_compiled_gives_the_bits_of_eager_training() -> None:
+    for dtype in LOW:
+        for scaler in (torch.amp.GradScaler, amp_fx.GradScaler):
+            eager = trained(lambda model: model, dtype, scaler(DEVICE))
+            low = trained(compiled, dtype, scaler(DEVICE))
+            assert eager.keys() == low.keys()
+            assert all(is_equal(eager[name], low[name]) for name in eager), dtype
+
+
+@program
+def training_moves_weights_as_on_the_cpu() -> None:
+    x, y = make_inputs()
+    for dtype in LOW:
+        model = make_model()
+        with torch.autocast(DEVICE, dtype):
+            loss = F.cross_entropy(model(x), y)
+        grads = torch.autograd.grad(loss, [*model.parameters()])
+        exact = make_model().cpu()
+        loss = F.cross_entropy(exact(x.cpu()), y.cpu())
+        exact_grads = torch.autograd.grad(loss, [*exact.parameters()])
+        for grad, exact_grad in zip(grads, exact_grads, strict=True):
+            torch.testing.assert_close(grad.cpu(), exact_grad, rtol=0.05, atol=0.02)
+
+
+@program
+def cached_casts_follow_writes() -> None:
+    model: Any = make_model().eval()
+    run = compiled(model)
+    x, _ = make_inputs()
+    for write in (
+        lambda: None,
+        lambda: model[2].weight.data.mul_(2),
+        lambda: nn.init.ones_(model[5].weight),
+        lambda: model.load_state_dict(make_model().state_dict()),
+        lambda: (
+            model[0]
+            .weight.untyped_storage()
+            .copy_(torch.ones_like(model[0].weight).untyped_storage())
+        ),
+    ):
+        write()
+        with torch.no_grad(), torch.autocast(DEVICE, bf16):
+            assert is_equal(run(x), model(x))
+
+
+@program
+def regions_nest_and_turn_off() -> None:
+    x = torch.ones(4, 4, device=DEVICE)
+
+    def products(x: torch.Tensor) -> Iterator[torch.Tensor]:
+        yield x @ x
+        with torch.autocast(DEVICE, bf16):
+            yield x @ x
+            with torch.autocast(DEVICE, enabled=False):
+                yield x @ x
+                with torch.autocast(DEVICE, f16):
+                    yield x @ x
+            with torch.autocast("cpu", f16):
+                yield x @ x
+            yield x @ x
+        yield x @ x
+
+    expected = [f32, bf16, f32, f16, bf16, bf16, f32]
+    assert [out.dtype for out in products(x)] == expected
+    run = compiled(lambda x: list(products(x)), bare_region=False)
+    assert [out.dtype for out in run(x)] == expected
+    assert not torch.is_autocast_enabled(DEVICE)
+
+
+class Product(torch.autograd.Function):
+    """A product that notes the dtypes of its inputs and of autocast's state."""
+
+    seen: list[Any] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        Product.seen.append((x.dtype, torch.is_autocast_enabled(DEVICE)))
+        ctx.save_for_backward(x, y)
+        return x @ y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = ctx.saved_tensors
+        Product.seen.append((grad.dtype, torch.is_autocast_enabled(DEVICE)))
+        return grad @ y.t(), x.t() @ grad
+
+
+@program
+def custom_functions_get_the_dtypes_that_they_name() -> None:
+    for amp in (torch.amp, amp_fx):
+        for cast, seen in ((None, (f32, True)), (f32, (f32, False)), (f16, (f16, False))):
+
+            class Decorated(Product):
+                forward = staticmethod(
+                    amp.custom_fwd(Product.forward, device_type=DEVICE, cast_inputs=cast)
+                )
+                backward = staticmethod(amp.custom_bwd(Product.backward, device_type=DEVICE))
+
+            Product.seen.clear()
+            x = torch.ones(4, 4, device=DEVICE, requires_grad=True)
+            with torch.autocast(DEVICE, bf16):
+                out: Any = Decorated.apply(x, x)  # type: ignore[no-untyped-call]
+            [grad] = torch.autograd.grad(out.sum(), x)
+            assert Product.seen[0] == seen
+            assert Product.seen[1][1] is seen[1]
+            assert grad.dtype is f32
+
+
+@program
+def checkpoints_recompute_in_the_region() -> None:
+    for dtype in LOW:
+        plain, reentrant, other = (
+            _grads_of(wrap, dtype)
+            for wrap in (
+                lambda model, x: model(x),
+                functools.partial(checkpoint, use_reentrant=True),
+                functools.partial(checkpoint, use_reentrant=False),
+            )
+        )
+        assert all(map(is_equal, plain, reentrant))
+        assert all(map(is_equal, plain, other))
+
+
+def _grads_of(call: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    model = make_model()
+    x = make_inputs()[0].requires_grad_()
+    with torch.autocast(DEVICE, dtype):
+        out = call(model, x)
+    torch.autograd.backward(out.float().square().sum())
+    return [leaf.grad for leaf in (x, *model.parameters()) if leaf.grad is not None]
+
+
+@program
+def scalers_skip_steps_that_overflow() -> None:
+    for scaler_type in (torch.amp.GradScaler, amp_fx.GradScaler):
+        for bad in (float("inf"), float("-inf"), float("nan")):
+            scaler: Any = scaler_type(DEVICE, init_scale=8.0)
+            params = [
+                nn.Parameter(torch.ones(3, device=where)) for where in (DEVICE, DEVICE, "cpu")
+            ]
+            optimizer = torch.optim.SGD(params, lr=1.0)
+            for at_fault in (None, *range(3)):
+                before = [param.detach().clone() for param in params]
+                optimizer.zero_grad()
+                scale = scaler.get_scale()
+                for number, param in enumerate(params):
+                    factor = torch.ones(3)
+                    factor[-1] = bad if number == at_fault else 1.0
+                    torch.autograd.backward(scaler.scale((param * factor.to(param.device)).sum()))
+                scaler.step(optimizer)
+                scaler.update()
+                moved = [not torch.equal(p, b) for p, b in zip(params, before, strict=True)]
+                assert moved == [at_fault is None] * 3
+                assert scaler.get_scale() == (scale if at_fault is None else scale / 2)
+
+
+@program
+def state_dicts_come_back() -> None:
+    model, scaler = make_model(), amp_fx.GradScaler(DEVICE, init_scale=4.0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x, y = make_inputs()
+    run = compiled(model)
+    with torch.autocast(DEVICE, f16):
+        loss = F.cross_entropy(run(x), y)
+    torch.autograd.backward(scaler.scale(loss))
+    scaler.step(optimizer)
+    scaler.update()
+    file = io.BytesIO()
+    states: dict[str, Any] = {"model": model, "optimizer": optimizer, "scaler": scaler}
+    torch.save({name: each.state_dict() for name, each in states.items()}, file)
+    file.seek(0)
+    loaded = torch.load(file, map_location=DEVICE)
+    other = make_model()
+    other.load_state_dict(loaded["model"])
+    assert all(map(is_equal, model.state_dict().values(), other.state_dict().values()))
+    second = torch.optim.AdamW(other.parameters())
+    second.load_state_dict(loaded["optimizer"])
+    again = amp_fx.GradScaler(DEVICE)
+    again.load_state_dict(loaded["scaler"])
+    assert again.state_dict() == scaler.state_dict()
+    with torch.no_grad(), torch.autocast(DEVICE, f16):
+        assert is_equal(run(x), compiled(other)(x))
+
+
+@program
+def a_data_loader_feeds_the_device() -> None:
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(8, 3, 2), torch.randint(2, (8,)))
+    model = make_model()
+    run = compiled(model)
+    for batch in DataLoader(data, batch_size=4):
+        x, y = (tensor.to(DEVICE, non_blocking=True) for tensor in batch)
+        with torch.autocast(DEVICE, bf16):
+            loss = F.cross_entropy(run(x), y)
+            assert is_equal(loss, F.cross_entropy(model(x), y))
+
+
+@program
+def the_ban_holds_in_eager_and_compiled_code() -> None:
+    p, y = torch.rand(2, 4, device=DEVICE), torch.ones(2, 4, device=DEVICE)
+    for call in (F.binary_cross_entropy, compiled(F.binary_cross_entropy)):
+        with torch.autocast(DEVICE, enabled=False):
+            call(p, y)
+        with (
+            torch.autocast(DEVICE, bf16),
+            pytest.raises((RuntimeError, BackendCompilerFailed), match="unsafe to autocast"),
+        ):
+            call(p, y)
+
+
+@program
+def reports_know_the_device() -> None:
+    model = make_model()
+    x, y = make_inputs()
+    explanation = amp_fx.explain(model, dtype=bf16)(x)
+    assert "aten.linear" in str(explanation) or "linear" in str(explanation)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(DEVICE, bf16):
+            return F.cross_entropy(model(x), y)
+
+    assert str(amp_fx.accuracy(step)(x, y))
+    assert str(amp_fx.audit(step)(x, y))
+
+
+@program
+def exported_programs_run_on_the_device() -> None:
+    model = make_model().eval()
+    x, _ = make_inputs()
+    program = amp_fx.export(model, (x,), dtype=bf16)
+    with torch.no_grad(), torch.autocast(DEVICE, bf16):
+        expected = model(x).float()
+    assert is_equal(program.module()(x), expected)
+
+
+@program
+def inductor_says_that_it_cannot() -> None:
+    records: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("amp_fx").addHandler(handler)
+    model = make_model()
+    x, _ = make_inputs()
+    run = torch.compile(model, backend="amp_fx")
+    with torch.autocast(DEVICE, bf16):
+        assert is_equal(run(x), model(x))
+    assert len(records) == 1
+    assert "inductor has no code generator for 'my_device'" in records[0]
+
+
+@program
+def copies_leave_weights_alone() -> None:
+    model = make_model()
+    other = copy.deepcopy(model)
+    x, _ = make_inputs()
+    with torch.autocast(DEVICE, bf16):
+        assert is_equal(compiled(model)(x), compiled(other)(x))
