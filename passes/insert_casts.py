@@ -40,8 +40,8 @@ from amp_fx.graphs.decompose import (
     Decomposer,
     NotPlainError,
     OpaqueKernelError,
-    inline,
     is_getitem,
+    replace_with_decomposition,
     spell_out_tuples,
 )
 from amp_fx.graphs.loops import (
@@ -126,7 +126,7 @@ class InsertCasts:
     flattens: bool = True
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        """Counts ``casts_inserted``, ``nodes_opened`` and the other edits of ``_Rewriter``."""
+        """Counts ``casts_inserted``, ``nodes_decomposed`` and the other edits of ``_Rewriter``."""
         remember_captured(gm.graph)
         mode = detect_fake_mode(gm.graph)
         decomposer = Decomposer(self.policy, mode, self.frame, flattens=self.flattens)
@@ -187,7 +187,7 @@ class _Rewriter:
             return
         spell_out_tuples(node)
         try:
-            decomposed, inputs = self.decomposer.open(node, site)
+            decomposed, inputs = self.decomposer.decompose(node, site)
         except NotPlainError as error:
             self._visit_refused(node, error)
             return
@@ -195,10 +195,10 @@ class _Rewriter:
         if decomposed.graph is None:
             self._keep(node)
         else:
-            self.counts["casts_inserted"] += inline(
+            self.counts["casts_inserted"] += replace_with_decomposition(
                 node, decomposed, inputs, self._evaluate_decomposed
             )
-            self.counts["nodes_opened"] += 1
+            self.counts["nodes_decomposed"] += 1
 
     def _visit_refused(self, node: fx.Node, error: NotPlainError) -> None:
         """Handles a node that cannot be decomposed, because of its input dtypes or its kind."""

@@ -15,7 +15,7 @@ from amp_fx.backend.disk_caches import region_markers_cacheable, without_autogra
 from amp_fx.backend.fallback import warn_eager
 from amp_fx.backend.inductor_repair import repaired
 from amp_fx.backend.numerics import is_strict, numerics_config, whole_ops
-from amp_fx.graphs.opened_kernels import open_products
+from amp_fx.graphs.decomposed_kernels import decompose_products
 from amp_fx.graphs.policy_mode import markers_left_on_error
 from amp_fx.passes.keep_eager_kernels import exact_decompositions
 from amp_fx.policies.float8 import float8_product
@@ -89,7 +89,7 @@ def compile_with_inductor(
     settings = {**_float8_config(gm), **inductor_config(options)}
     lower_rounded()
     if not is_strict(options):
-        open_products(gm)
+        decompose_products(gm)
     with contextlib.ExitStack() as stack:
         stack.enter_context(markers_left_on_error())  # tracing runs the graph
         # Kernels write to buffers of fixed dtypes, also if backward() is called in a region.

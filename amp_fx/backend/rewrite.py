@@ -15,9 +15,9 @@ from amp_fx.backend.pipeline import default_passes, run_passes, with_added
 from amp_fx.backend.unused_patterns import warn_unused
 from amp_fx.errors import PassError
 from amp_fx.graphs.bodies import copy_graph_module, enters_regions, has_shared_bodies
+from amp_fx.graphs.decomposed_kernels import has_decomposition
 from amp_fx.graphs.locations import input_path
 from amp_fx.graphs.opaque import RejectedTransformError
-from amp_fx.graphs.opened_kernels import is_opened
 from amp_fx.graphs.policy_mode import ambient_policy, annotated_policy
 from amp_fx.graphs.records import AutocastSite
 from amp_fx.graphs.values import recorded_value, remember_captured, tensors_in, value_of
@@ -162,7 +162,9 @@ def _program_dtypes(
     of kernels, and a shared body is captured in the region of its first call only. In such graphs,
     the output dtypes are those of the graph with the casts of its own regions only.
     """
-    is_uncertain = any(annotated_policy(gm, node) or is_opened(node) for node in gm.graph.nodes)
+    is_uncertain = any(
+        annotated_policy(gm, node) or has_decomposition(node) for node in gm.graph.nodes
+    )
     if not is_uncertain and not (has_shared_bodies(gm) and enters_regions(gm)):
         return None
     program = copy_graph_module(gm)

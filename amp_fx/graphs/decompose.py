@@ -23,14 +23,14 @@ from torch.fx.node import map_aggregate, map_arg
 
 from amp_fx.errors import PolicyError, UnsupportedError
 from amp_fx.graphs.casts import cast_name, is_cast_call, mark_cast
-from amp_fx.graphs.metadata import CAPTURED, CAST, DECISIONS, provenance
-from amp_fx.graphs.opened_kernels import (
-    OPENED,
+from amp_fx.graphs.decomposed_kernels import (
+    DECOMPOSITIONS,
     corrected_version,
     flattened_product,
     is_flattened,
     lstm_version,
 )
+from amp_fx.graphs.metadata import CAPTURED, CAST, DECISIONS, provenance
 from amp_fx.graphs.records import OpDecision
 from amp_fx.graphs.sizes import hint
 from amp_fx.graphs.values import (
@@ -81,7 +81,7 @@ class OpaqueKernelError(NotPlainError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Decomposed:
+class Decomposition:
     """Decomposition of a node.
 
     Attributes:
@@ -113,14 +113,14 @@ class Decomposer:
         self.fake_mode = fake_mode
         self.frame = frame
         self.num_traced = 0
-        self._memo: dict[Any, Decomposed | NotPlainError] = {}
+        self._memo: dict[Any, Decomposition | NotPlainError] = {}
 
-    def open(self, node: fx.Node, site: AutocastSite) -> tuple[Decomposed, list[Any]]:
+    def decompose(self, node: fx.Node, site: AutocastSite) -> tuple[Decomposition, list[Any]]:
         """Decomposes one call node.
 
         Returns:
             The decomposition, and the node's distinct input nodes in the order of the placeholders
-            of ``Decomposed.graph``.
+            of ``Decomposition.graph``.
 
         Raises:
             NotPlainError: The node cannot be traced.
@@ -150,7 +150,7 @@ class Decomposer:
         site: AutocastSite,
         resolver: Resolver,
         stack: ModuleStack,
-    ) -> Decomposed:
+    ) -> Decomposition:
         self.num_traced += 1
         values = [value_of(n) for n in inputs]
         table = _PolicyTable(resolver, site.state, stack, self.flattens)
@@ -170,7 +170,7 @@ class Decomposer:
 
     def _trace_on(
         self, values: list[Any], node: fx.Node, site: AutocastSite, table: _PolicyTable
-    ) -> Decomposed:
+    ) -> Decomposition:
         inputs = node.all_input_nodes
 
         def call(*values: Any) -> Any:
@@ -184,10 +184,10 @@ class Decomposer:
         ):
             graph = trace_pre_dispatch(call, values, table)
         if not table.num_changed:
-            return Decomposed(None, tuple(table.decisions))
+            return Decomposition(None, tuple(table.decisions))
         if any(n.op == "get_attr" for n in graph.nodes):
             raise NotPlainError(f"a trace of {node.target} would contain a constant tensor")
-        return Decomposed(graph, tuple(table.decisions))
+        return Decomposition(graph, tuple(table.decisions))
 
 
 def _metadata_without_guards(
@@ -322,8 +322,8 @@ class _PolicyTable:
 
     def _function_of(self, op: OpOverload, args: tuple[Any, ...]) -> Callable[..., Any] | None:
         """Returns a function that calls the ops inside an op; None if the op is not decomposed."""
-        if op in OPENED and not any(tensor.is_nested for tensor in tensors_in(args)):
-            return OPENED[op]
+        if op in DECOMPOSITIONS and not any(tensor.is_nested for tensor in tensors_in(args)):
+            return DECOMPOSITIONS[op]
         if op is torch.ops.aten.lstm.input:
             low_dtype = self._state.low_dtype("cpu") if "cpu" in self._state.enabled else None
             if version := lstm_version(args, low_dtype):
@@ -449,9 +449,9 @@ def trace_pre_dispatch(fn: Callable[..., Any], values: list[Any], table: _Policy
         raise NotPlainError(f"{type(error).__name__}: {error}") from error
 
 
-def inline(
+def replace_with_decomposition(
     node: fx.Node,
-    decomposed: Decomposed,
+    decomposed: Decomposition,
     inputs: list[fx.Node],
     evaluate_node: Callable[[fx.Node], None],
 ) -> int:
@@ -493,7 +493,7 @@ def _op_name(op: fx.Node) -> str | None:
     return qualified_name(op.target) if isinstance(op.target, OpOverload) else None
 
 
-def _replace(node: fx.Node, result: Any, decomposed: Decomposed, fresh: set[fx.Node]) -> None:
+def _replace(node: fx.Node, result: Any, decomposed: Decomposition, fresh: set[fx.Node]) -> None:
     """Replaces a node by ``result``, which is a node or a tuple of nodes."""
     name = node.name
     if isinstance(result, fx.Node):
@@ -516,7 +516,7 @@ def _replace(node: fx.Node, result: Any, decomposed: Decomposed, fresh: set[fx.N
     node.graph.erase_node(node)
 
 
-def _inherit(result: fx.Node, captured: Any, decomposed: Decomposed) -> None:
+def _inherit(result: fx.Node, captured: Any, decomposed: Decomposition) -> None:
     """Records the captured value, and the decisions on ops that the graph no longer contains."""
     assert decomposed.graph is not None
     names = {_op_name(op) for op in decomposed.graph.nodes}

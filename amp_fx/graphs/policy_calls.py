@@ -24,7 +24,7 @@ from torch.fx.node import map_aggregate, map_arg
 
 from amp_fx.devices.float8 import warn_of_slowness
 from amp_fx.errors import UnsupportedError
-from amp_fx.graphs.decompose import Decomposed, Decomposer, NotPlainError, call_key
+from amp_fx.graphs.decompose import Decomposer, Decomposition, NotPlainError, call_key
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.records import AutocastSite
 from amp_fx.graphs.values import analysis, evaluate, tensors_in
@@ -267,7 +267,7 @@ def _decompose_call(
 
 
 def _result_type(
-    node: fx.Node, decomposed: Decomposed | None, site: AutocastSite, fake_mode: FakeTensorMode
+    node: fx.Node, decomposed: Decomposition | None, site: AutocastSite, fake_mode: FakeTensorMode
 ) -> type:
     """Returns the class of a call's result; ``torch.Tensor`` if it is not a tuple or list."""
     if decomposed is None or decomposed.graph is None:
@@ -315,15 +315,15 @@ def _fake_of(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
         )
 
 
-def _decompose(node: fx.Node, site: AutocastSite, decomposer: Decomposer) -> Decomposed | None:
+def _decompose(node: fx.Node, site: AutocastSite, decomposer: Decomposer) -> Decomposition | None:
     """Returns the decomposition of a call; None if it cannot be traced."""
     try:
-        return decomposer.open(node, site)[0]
+        return decomposer.decompose(node, site)[0]
     except NotPlainError:
         return None
 
 
-def _effect(decomposed: Decomposed) -> object:
+def _effect(decomposed: Decomposition) -> object:
     decisions = [(d.op, d.device_type, d.policy) for d in decomposed.decisions]
     return decisions, str(decomposed.graph)
 

@@ -1,9 +1,9 @@
 """Ops without a policy whose kernels call ops with a policy.
 
 Eager autocast also casts for ops that a kernel calls, where passes cannot insert casts. Such ops
-run under native autocast, unless ``graphs/opened_kernels.py`` has a traceable version. The table
-was measured by calling every op of ``op_db`` with autocast on and off: on the CPU, and for CUDA
-with emulated kernels (``tests/cuda``).
+run under native autocast, unless ``graphs/decomposed_kernels.py`` has a traceable version. The
+table was measured by calling every op of ``op_db`` with autocast on and off: on the CPU, and for
+CUDA with emulated kernels (``tests/cuda``).
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def ones(*sizes: int) -> torch.Tensor:
 
 
 def test_op_with_a_policy_stays_whole(decomposer: Decomposer) -> None:
-    decomposed, inputs = decomposer.open(node_of(linear, ones(2, 2), ones(2, 2)), site())
+    decomposed, inputs = decomposer.decompose(node_of(linear, ones(2, 2), ones(2, 2)), site())
     assert targets(decomposed.graph) == [*["aten._to_copy.default"] * 2, "aten.linear.default"]
     assert [(d.op, d.policy) for d in decomposed.decisions] == [
         ("aten::linear", CastPolicy.LOWER_PRECISION_FP)
@@ -61,20 +61,22 @@ def test_op_with_a_policy_stays_whole(decomposer: Decomposer) -> None:
 
 
 def test_unlisted_composite_is_looked_into(decomposer: Decomposer) -> None:
-    decomposed, _ = decomposer.open(node_of(torch.tensordot, ones(2, 2), ones(2, 2), 1), site())
+    decomposed, _ = decomposer.decompose(
+        node_of(torch.tensordot, ones(2, 2), ones(2, 2), 1), site()
+    )
     assert "aten.mm.default" in targets(decomposed.graph)
     assert "aten.tensordot.default" not in targets(decomposed.graph)
 
 
 def test_composite_without_casts_inside_leaves_nothing(decomposer: Decomposer) -> None:
-    decomposed, _ = decomposer.open(node_of(torch.flatten, ones(2, 2)), site())
+    decomposed, _ = decomposer.decompose(node_of(torch.flatten, ones(2, 2)), site())
     assert decomposed.graph is None
     assert not decomposed.decisions
 
 
 def test_decisions_are_known_where_no_cast_is_needed(decomposer: Decomposer) -> None:
     low = ones(2, 2).bfloat16()
-    decomposed, _ = decomposer.open(node_of(linear, low, low), site())
+    decomposed, _ = decomposer.decompose(node_of(linear, low, low), site())
     assert decomposed.graph is None
     assert [d.op for d in decomposed.decisions] == ["aten::linear"]
 
@@ -84,7 +86,7 @@ def test_repeated_input_is_one_placeholder(decomposer: Decomposer) -> None:
     x = graph.placeholder("x")
     set_value(x, ones(2, 2))
     node = graph.call_function(torch.mm, (x, x))
-    decomposed, inputs = decomposer.open(node, site())
+    decomposed, inputs = decomposer.decompose(node, site())
     assert inputs == [x]
     assert decomposed.graph is not None
     assert len(decomposed.graph.find_nodes(op="placeholder")) == 1
@@ -93,7 +95,7 @@ def test_repeated_input_is_one_placeholder(decomposer: Decomposer) -> None:
 def test_equal_calls_are_traced_once(decomposer: Decomposer) -> None:
     first = node_of(linear, ones(2, 2), ones(2, 2))
     again = node_of(linear, ones(2, 2), ones(2, 2))
-    assert decomposer.open(first, site())[0] is decomposer.open(again, site())[0]
+    assert decomposer.decompose(first, site())[0] is decomposer.decompose(again, site())[0]
     assert decomposer.num_traced == 1
 
 
@@ -109,15 +111,15 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_different_calls_are_traced_apart(decomposer: Decomposer, name: str) -> None:
-    decomposer.open(node_of(torch.mm, ones(2, 2), ones(2, 2)), site())
+    decomposer.decompose(node_of(torch.mm, ones(2, 2), ones(2, 2)), site())
     node, where = DIFFERENT[name]()
-    decomposer.open(node, where)
+    decomposer.decompose(node, where)
     assert decomposer.num_traced == 2
 
 
 def test_constants_are_part_of_the_call(decomposer: Decomposer) -> None:
     for dim in (0, 1):
-        decomposer.open(node_of(torch.cumsum, ones(2, 2), dim), site())
+        decomposer.decompose(node_of(torch.cumsum, ones(2, 2), dim), site())
     assert decomposer.num_traced == 2
 
 
@@ -125,7 +127,7 @@ def test_what_cannot_be_traced_is_not_plain_and_remembered(decomposer: Decompose
     for _ in range(2):
         node = node_of(refuse, ones(1, 1))
         with pytest.raises(NotPlainError, match="RuntimeError: refused"):
-            decomposer.open(node, site())
+            decomposer.decompose(node, site())
     assert decomposer.num_traced == 1
 
 
@@ -138,7 +140,7 @@ def test_baked_tensor_is_not_plain(decomposer: Decomposer) -> None:
     constant = ones(2, 2)
     node = node_of(lambda x: torch.mm(x, constant), ones(2, 2))
     with pytest.raises(NotPlainError, match="would contain a constant tensor"):
-        decomposer.open(node, site())
+        decomposer.decompose(node, site())
 
 
 def test_kernels_on_autocast_keys_are_seen() -> None:
@@ -156,7 +158,7 @@ def test_library_with_its_own_kernel_is_left_whole(decomposer: Decomposer) -> No
         library.impl("own", lambda x: x.bfloat16(), "AutocastCPU")
         node = node_of(torch.ops.amp_fx_tests.own.default, ones(2))
         with pytest.raises(NotPlainError, match="has an autocast kernel"):
-            decomposer.open(node, site())
+            decomposer.decompose(node, site())
 
 
 def interpolate(x: torch.Tensor) -> torch.Tensor:
@@ -173,6 +175,6 @@ def test_composite_op_whose_kernel_takes_no_symbolic_sizes(is_listed: bool) -> N
     decomposer = Decomposer(chosen, x.fake_mode)  # type: ignore[attr-defined]
     if is_listed:
         with pytest.raises(NotPlainError, match="concrete integers"):
-            decomposer.open(node, site())
+            decomposer.decompose(node, site())
     else:
-        assert decomposer.open(node, site())[0].graph is None
+        assert decomposer.decompose(node, site())[0].graph is None

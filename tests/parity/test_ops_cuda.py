@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.graphs.opened_kernels import corrected_version
+from amp_fx.graphs.decomposed_kernels import corrected_version
 from tests.op_recorder import OpRecorder
 from tests.parity import exceptions, oracle
 from tests.parity.calls import OPS, Call, assert_alike, op_calls, program_of

@@ -52,7 +52,7 @@ def test_golden_linear(rng: torch.Generator) -> None:
     captured = capture_program(
         lambda x, w, b: linear(x, w, b).relu(), square(rng), square(rng), bias
     )
-    assert insert(captured) == {"casts_inserted": 3, "nodes_opened": 1}
+    assert insert(captured) == {"casts_inserted": 3, "nodes_decomposed": 1}
     assert captured.text().splitlines() == [
         "graph(x: f32, w: f32, b: f32)",
         "b_bf16: bf16 = aten._to_copy.default(b, dtype=torch.bfloat16)",

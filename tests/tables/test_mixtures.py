@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from amp_fx.graphs.opened_kernels import CORRECTED
+from amp_fx.graphs.decomposed_kernels import CORRECTED
 from amp_fx.policies.calls import qualified_name
 from amp_fx.tables.mixtures import accepts, mixture_of, mixtures_file
 from amp_fx.tables.presets import installed_tables, torch_version

@@ -156,7 +156,7 @@ def _add_in_place(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.add(x, other).to(x.dtype)
 
 
-OPENED: Mapping[Any, Callable[..., Any]] = {
+DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
     _aten._transformer_encoder_layer_fwd.default: transformer_encoder_layer
 }
 """Traceable versions by op. Their arguments must not require gradients."""
@@ -236,7 +236,7 @@ _WITH_PRODUCTS: Mapping[Any, Callable[..., Any]] = {
 """Versions of kernels by op, for generated code that may round at other points."""
 
 
-def open_products(gm: fx.GraphModule) -> None:
+def decompose_products(gm: fx.GraphModule) -> None:
     """Replaces low-precision kernels on the CPU by their products, in a rewritten graph.
 
     The weights of these products can be packed, and CPUs without units for their dtype compute
@@ -299,7 +299,7 @@ def flattened_product(call: Call) -> torch.Tensor:
     return product(*args, **kwargs)
 
 
-def is_opened(node: fx.Node) -> bool:
-    """Returns True if a captured node calls an op of ``OPENED``."""
+def has_decomposition(node: fx.Node) -> bool:
+    """Returns True if a captured node calls an op of ``DECOMPOSITIONS``."""
     name = getattr(node.target, "__name__", "")
-    return any(op._schema.name == f"aten::{name}" for op in OPENED)
+    return any(op._schema.name == f"aten::{name}" for op in DECOMPOSITIONS)

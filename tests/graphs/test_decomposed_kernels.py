@@ -86,7 +86,7 @@ def test_an_lstm_after_an_embedding_trains_in_a_float32_program(rng: torch.Gener
 
 def test_an_lstm_runs_without_units(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU without units for the dtype, oneDNN has no LSTM, and eager autocast raises."""
-    monkeypatch.setattr("amp_fx.graphs.opened_kernels.has_product_kernels", lambda _: False)
+    monkeypatch.setattr("amp_fx.graphs.decomposed_kernels.has_product_kernels", lambda _: False)
     net, x = nn.LSTM(8, 8), torch.randn(3, 2, 8, generator=rng)
     expected = trained(net, x, torch.bfloat16, **options("aot_eager", torch.bfloat16))[0]
     with torch.no_grad():
