@@ -7,8 +7,11 @@ import collections
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import networkx as nx  # type: ignore[import-untyped]
+import pytest
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 ROOT = Path(__file__).parents[1] / "amp_fx"
 
@@ -58,11 +61,10 @@ def imported(text: str) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            names = [f"amp_fx.{alias.name}" for alias in node.names]
-            yield from (
-                (node.lineno, m)
-                for m in (names if node.module == "amp_fx" else [node.module or ""])
-            )
+            module = node.module or ""
+            is_package = (ROOT.parent / module.replace(".", "/")).is_dir()
+            names = [f"{module}.{alias.name}" for alias in node.names]
+            yield from ((node.lineno, m) for m in (names if is_package else [module]))
 
 
 def wrong_edges(where: str, text: str) -> list[str]:
@@ -92,6 +94,40 @@ def test_nothing_imports_a_layer_above() -> None:
         if (edges := wrong_edges(path.relative_to(ROOT).parts[0].removesuffix(".py"), source(path)))
     }
     assert found == {}
+
+
+WITHOUT_CIRCLES = ("graphs", "policies", "regions", "tables")
+"""Folders in which no file imports itself through others, also for types or inside functions."""
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def circles(texts: Mapping[str, str]) -> list[set[str]]:
+    """Modules that import each other, by the texts of modules by name."""
+    graph = nx.DiGraph()
+    for module, text in texts.items():
+        targets = {target for _, target in imported(text)}
+        graph.add_edges_from((module, target) for target in targets if target in texts)
+    parts = nx.strongly_connected_components(graph)
+    return [part for part in parts if len(part) > 1 or graph.has_edge(*[*part] * 2)]
+
+
+def test_circles_are_found() -> None:
+    texts = {
+        "amp_fx.a": "if TYPE_CHECKING:\n    from amp_fx.b import B",
+        "amp_fx.b": "def f():\n    from amp_fx import c",
+        "amp_fx.c": "import amp_fx.a",
+        "amp_fx.d": "from amp_fx.a import A",
+    }
+    assert circles(texts) == [{"amp_fx.a", "amp_fx.b", "amp_fx.c"}]
+
+
+@pytest.mark.parametrize("folder", WITHOUT_CIRCLES)
+def test_no_folder_has_a_circle_of_imports(folder: str) -> None:
+    paths = (ROOT / folder).rglob("*.py")
+    assert circles({name_of(path): source(path) for path in paths}) == []
 
 
 def private_names(text: str) -> set[str]:

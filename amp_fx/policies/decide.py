@@ -33,11 +33,11 @@ from amp_fx.tables.products import PRODUCT_POLICIES
 from amp_fx.tables.registered import REGISTERED
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from amp_fx.policies.calls import Call
-    from amp_fx.policies.changes import ModuleOverride, ModuleStack
-    from amp_fx.policies.policy import Policy
+    from amp_fx.policies.changes import ArgOverride, ModuleOverride, ModuleStack, OpOverride
+    from amp_fx.tables.cast_policy import Table
     from amp_fx.torch_private.ops import OpOverload
 
 
@@ -102,33 +102,34 @@ def has_explicit_dtype(call: Call) -> bool:
 
 
 class Resolver:
-    """Selects the cast policy of each call under one policy."""
+    """Selects the cast policy of each call from the tables and overrides of a policy."""
 
-    def __init__(self, policy: Policy) -> None:
-        self._tables = policy.tables
-        self._modules = policy.modules
+    def __init__(
+        self,
+        tables: Mapping[str, Table],
+        ops: Iterable[OpOverride],
+        modules: tuple[ModuleOverride, ...],
+        args: Sequence[ArgOverride],
+    ) -> None:
+        self._tables = tables
+        self._modules = modules
         self._op_origins = {
-            op: f"op {override.pattern!r}" for override in policy.ops for op in override.overloads
+            op: f"op {override.pattern!r}" for override in ops for op in override.overloads
         }
         self._args: dict[str, tuple[str, dict[str, str]]] = {}
-        for override in policy.args:
+        for override in args:
             for op in override.overloads:
                 _, before = self._args.get(op, ("", {}))
                 origin = f"args {override.pattern!r}"
                 self._args[op] = origin, {**before, **dict(override.args)}
         float8 = CastPolicy.FLOAT8
-        self._has_float8 = bool(
-            any(float8 is p for table in policy.tables.values() for p in table.values())
-            or any(float8 is override.policy for override in policy.modules)
-            or any(float8.value in dict(override.args).values() for override in policy.args)
+        self.has_float8 = (
+            any(float8 is p for table in tables.values() for p in table.values())
+            or any(float8 is override.policy for override in modules)
+            or any(float8.value in dict(override.args).values() for override in args)
         )
         self._by_op = functools.cache(self._find_by_op)
         self.module_overrides = functools.cache(self._find_module_overrides)
-
-    @property
-    def has_float8(self) -> bool:
-        """Returns True if any call may run in float8."""
-        return self._has_float8
 
     @property
     def depends_on_module(self) -> bool:

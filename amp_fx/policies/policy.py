@@ -6,14 +6,16 @@ import dataclasses
 import functools
 import os
 import types
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from amp_fx.dtypes import as_dtype, is_low
+from amp_fx.dtypes import as_dtype, dtype_name, is_low
 from amp_fx.errors import PolicyError, did_you_mean
 from amp_fx.policies.changes import arg_override, module_overrides, op_overrides, table_entries
 from amp_fx.policies.decide import Resolver
+from amp_fx.policies.files import check_entries, groups_of, merge_groups, read_toml, to_toml
 from amp_fx.tables.cast_policy import CastPolicy
-from amp_fx.tables.float8 import FLOAT8_PRESETS, RECIPES, SOURCES, Float8
+from amp_fx.tables.float8 import FLOAT8_PRESETS, Float8
 from amp_fx.tables.op_names import all_ops
 from amp_fx.tables.presets import PRESETS, reference_table
 from amp_fx.tables.products import MODULE_PRESETS
@@ -95,15 +97,13 @@ class Policy:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Policy:
-        """Reads a policy file: TOML with the entries of ``to_dict``. Runs no code of the file.
+        """Reads a policy file: TOML with the entries of ``from_dict``. Runs no code of the file.
 
         Raises:
             PolicyError: The file cannot be read, or an entry is invalid.
         """
-        from amp_fx.policies.files import read
-
         try:
-            return cls.from_dict(read(path))
+            return cls.from_dict(read_toml(path))
         except PolicyError as error:
             raise PolicyError(f"policy file {str(path)!r}: {error}") from error
 
@@ -113,20 +113,59 @@ class Policy:
         Raises:
             PolicyError: As for ``to_dict``.
         """
-        from amp_fx.policies.files import write
-
-        write(self.to_dict(), path)
+        Path(path).write_text(str(self), encoding="utf-8")
 
     @classmethod
     def from_dict(cls, entries: Mapping[str, Any]) -> Policy:
-        """Returns the policy with the given entries (``amp_fx.policies.saved.from_dict``).
+        """Returns the policy with the given entries, such as those of a policy file.
+
+        Keys and values are those of ``with_ops``, ``with_modules`` and ``with_args``. A mapping
+        holds the argument of one call, and a list of mappings those of several calls. ``tables``
+        replaces the tables of devices. ``devices`` lists the device types if they differ from those
+        of the preset. Classes of modules are named ``"class:package.module.Name"``, and their
+        modules must be imported. For example, as a file::
+
+            base = "torch"
+            dtype = "float16"                    # or: dtype = { cuda = "float16" }
+            float8 = { recipe = "rowwise", least_in = 1024, least_out = 1024 }
+
+            [ops]
+            softmax = "lower_precision_fp"
+
+            [modules]
+            "decoder.*.norm" = "fp32"
+            "decoder.0.attn" = { matmul = "fp32" }   # single ops in the module
+
+            [args]
+            index_add = { source = "same_as:self" }
 
         Raises:
-            PolicyError: An entry is invalid.
+            PolicyError: An entry is invalid. The message contains its key.
         """
-        from amp_fx.policies.saved import from_dict
-
-        return from_dict(entries)
+        check_entries(entries)
+        base = preset(entries.get("base", "torch"))
+        tables = {**base.tables, **entries.get("tables", {})}
+        devices = entries.get("devices", tables)
+        missing = [device for device in devices if device not in tables]
+        if missing:
+            raise PolicyError(f"key 'devices': {missing[0]!r} has no table in {base.name!r}")
+        tables = {device: tables[device] for device in devices}
+        policy = dataclasses.replace(base, name=entries.get("name", base.name), tables=tables)
+        policy = policy.with_float8(**entries.get("float8", {}))
+        dtypes = entries.get("dtype", {})
+        for device, dtype in dtypes.items() if isinstance(dtypes, dict) else [(None, dtypes)]:
+            policy = policy.with_dtype(dtype, device)
+        for ops in groups_of(entries, "ops"):
+            policy = policy.with_ops(ops)
+        # At once, because each change copies the policy, and a file may list thousands of modules.
+        listed, modules = policy._listed(), policy.modules
+        for given in groups_of(entries, "modules"):
+            modules += module_overrides(given, listed)
+        policy = dataclasses.replace(policy, modules=modules)
+        for args in groups_of(entries, "args"):
+            for op, given in args.items():
+                policy = policy.with_args(op, given)
+        return policy
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the preset on which the policy is based, and the overrides, as plain data.
@@ -134,9 +173,40 @@ class Policy:
         Raises:
             PolicyError: A module class cannot be found by its name.
         """
-        from amp_fx.policies.saved import to_dict
-
-        return to_dict(self)
+        base = preset(self.name if self.name in PRESETS else "torch")
+        if self.modules[: len(base.modules)] != base.modules:
+            base = preset("torch")
+        modules = self.modules[len(base.modules) :]
+        for module in modules:
+            module.check_name()
+        float8, default = dataclasses.asdict(self.float8), dataclasses.asdict(base.float8)
+        entries: dict[str, Any] = {
+            "name": self.name if self.name != base.name else None,
+            "base": base.name,
+            "devices": [*self.tables] if set(self.tables) != set(base.tables) else None,
+            "dtype": {device: dtype_name(dtype) for device, dtype in self.dtypes},
+            "float8": {name: value for name, value in float8.items() if value != default[name]},
+            "tables": {
+                device: {op: table[op].value for op in sorted(table)}
+                for device, table in self.tables.items()
+                if table != with_changes(base.tables.get(device, {}), self.ops)
+            },
+        }
+        entries = {key: value for key, value in entries.items() if value not in (None, {})}
+        calls: dict[str, list[dict[str, Any]]] = {
+            "ops": [{o.pattern: o.policy.value} for o in self.ops],
+            "modules": [
+                {m.text: {m.op: m.policy.value} if m.op else m.policy.value} for m in modules
+            ],
+            "args": [{a.pattern: dict(a.args)} for a in self.args],
+        }
+        calls = {key: groups for key, groups in calls.items() if groups}
+        merged = entries | {key: merge_groups(groups) for key, groups in calls.items()}
+        try:
+            is_equal = Policy.from_dict(merged) == self
+        except PolicyError:  # an op with two policies, of which the later one wins
+            is_equal = False
+        return merged if is_equal else entries | calls
 
     def rule(self, op: OpOverload, device_type: str) -> CastPolicy | None:
         """Returns the cast policy of an op overload on a device type, or None without one.
@@ -162,7 +232,7 @@ class Policy:
     @functools.cached_property
     def resolver(self) -> Resolver:
         """Returns the object that selects the cast policy of each call."""
-        return Resolver(self)
+        return Resolver(self.tables, self.ops, self.modules, self.args)
 
     def low_dtype(self, device_type: str) -> torch.dtype | None:
         """Returns the low dtype of autocast regions without a ``dtype``.
@@ -213,17 +283,6 @@ class Policy:
         """
         given = {"recipe": recipe, "least_in": least_in, "least_out": least_out, "source": source}
         changed: dict[str, Any] = {k: value for k, value in given.items() if value is not None}
-        for name, allowed in (("recipe", RECIPES), ("source", SOURCES)):
-            value = changed.get(name)
-            if value is not None and value not in tuple(allowed):
-                suggestion = did_you_mean(value, allowed)
-                raise PolicyError(
-                    f"expected {name} to be one of {', '.join(allowed)}, got {value!r}{suggestion}"
-                )
-        for name in ("least_in", "least_out"):
-            size = changed.get(name, 1)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise PolicyError(f"expected {name} to be a positive integer, got {size!r}")
         return dataclasses.replace(self, float8=dataclasses.replace(self.float8, **changed))
 
     def with_ops(self, policies: Mapping[Any, Treatment]) -> Policy:
@@ -330,9 +389,7 @@ class Policy:
 
     def __str__(self) -> str:
         """Returns the text of a policy file."""
-        from amp_fx.policies.files import to_text
-
-        return to_text(self.to_dict())
+        return to_toml(self.to_dict())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles tables as plain dictionaries, because read-only views cannot be pickled."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from amp_fx.errors import PolicyError, did_you_mean
 from amp_fx.tables.cast_policy import CastPolicy
 
 if TYPE_CHECKING:
@@ -126,12 +127,28 @@ class Float8:
         least_in: Products that sum over fewer elements run in the low dtype.
         least_out: Products with fewer outputs run in the low dtype.
         source: A name of ``SOURCES``: the numbers that are quantized.
+
+    Raises:
+        PolicyError: The recipe or source is unknown, or a size is not a positive integer.
     """
 
     recipe: str = "tensorwise"
     least_in: int = MULTIPLE
     least_out: int = MULTIPLE
     source: str = "stored"
+
+    def __post_init__(self) -> None:
+        """Checks the settings."""
+        for name, allowed in (("recipe", [*RECIPES]), ("source", [*SOURCES])):
+            value = getattr(self, name)
+            if value not in allowed:
+                meant = did_you_mean(value, allowed)
+                expected = ", ".join(allowed)
+                raise PolicyError(f"expected {name} to be one of {expected}, got {value!r}{meant}")
+        for name in ("least_in", "least_out"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise PolicyError(f"expected {name} to be a positive integer, got {size!r}")
 
 
 SOURCES = {"stored": None, "bfloat16": torch.bfloat16}
