@@ -217,6 +217,33 @@ def test_float32_layers_beside_low_ones(
     assert torch.equal(program(x), expected)
 
 
+@pytest.mark.parametrize("verify", ["sample", "full"])
+@torch.no_grad()
+def test_float32_products_beside_low_ones(verify: str) -> None:
+    """MKL's packed weights make other sums than ATen, for rows and sizes of all kinds."""
+    torch.manual_seed(0)
+    sizes = [(1, 64), (3, 8), (4, 16), (4, 768), (7, 100), (32, 64), (100, 384)]
+    layers = nn.ModuleList(
+        nn.Linear(depth, columns, bias=bias)
+        for _, depth in sizes
+        for columns in (1, 16, 100)
+        for bias in (False, True)
+    )
+    inputs = [torch.randn(size) for size in sizes for _ in range(6)]
+    low = nn.Linear(8, 8)
+
+    def program(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        with torch.autocast("cpu", enabled=False):
+            results = [layer(x) for layer, x in zip(layers, inputs, strict=True)]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return [*results, low(inputs[6])]
+
+    expected = program(inputs)
+    call = compiled(program, options={"verify": verify})
+    for _ in range(2):
+        torch.testing.assert_close(call(inputs), expected, rtol=0, atol=0)
+
+
 @needs.FROZEN_GRAPHS
 @pytest.mark.parametrize("activation", [torch.relu, functional.relu6, functional.hardsigmoid])
 @torch.no_grad()

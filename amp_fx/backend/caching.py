@@ -400,8 +400,6 @@ class Caching:
         """Raises ``CannotPackError`` if packed kernels may break the promise of ``numerics``."""
         if is_strict(self.options) and _has_other_sums(graph):
             raise CannotPackError("a packed float32 kernel adds up in another order than ATen's")
-        if verify_level(self.options.verify) == "full" and _has_unequal_packing(graph):
-            raise CannotPackError("MKL packs equal weights into unequal bytes")
 
     def _call(self, *args: Any, **code: Any) -> CachedCall:
         verify = verify_level(self.options.verify)
@@ -415,16 +413,10 @@ class Caching:
 def _has_other_sums(graph: fx.Graph) -> bool:
     """Returns True if a float32 kernel of oneDNN may have other bits than ATen's.
 
-    Inductor packs float32 products for MKL, which ATen calls, too, unless the number of rows is
-    symbolic. Convolutions differ for some sizes.
+    These are convolutions, which differ for some sizes. Float32 products are not packed.
     """
     packed = [node for node in graph.nodes if op_name(node).startswith("mkldnn::")]
     return any(VALUE.of(node.all_input_nodes[0]).dtype is torch.float32 for node in packed)
-
-
-def _has_unequal_packing(graph: fx.Graph) -> bool:
-    """Returns True if a weight that is packed twice may look as if it were written in between."""
-    return any(op_name(node).startswith("mkl::") for node in graph.nodes)
 
 
 def _forget_output_strides() -> None:

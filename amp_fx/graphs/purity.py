@@ -28,7 +28,6 @@ TRUSTED_NAMESPACES = frozenset(
         "aten",
         "prims",
         "amp_fx",
-        "mkl",  # inductor's packed float32 products
         "mkldnn",  # packed weights of oneDNN
         "onednn",  # packed int8 weights of oneDNN
         "quantized_decomposed",  # ops that torch.ao inserts

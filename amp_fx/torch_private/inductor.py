@@ -74,6 +74,7 @@ __all__ = (
     "make_pointwise",
     "ops",
     "packing_for_onednn",
+    "packing_low_products",
     "record_has_frozen_params",
     "register_lowering",
     "replace_node_with_constant",
@@ -153,6 +154,16 @@ def packing_for_onednn() -> AbstractContextManager[None]:
     """
     context: AbstractContextManager[None] = V.set_aot_compilation(True)
     return context
+
+
+def packing_low_products() -> AbstractContextManager[None]:
+    """Context in which inductor's freezing does not pack float32 products.
+
+    MKL's kernels for packed weights have other bits than those that ATen calls.
+
+    Relies on ``fx_passes.mkldnn_fusion``, which packs float32 products if torch has MKL.
+    """
+    return replaced((torch._C, "has_mkl", False))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -240,12 +240,12 @@ class Constants:
 def _looks_up_constants(user: fx.Node) -> bool:
     """Returns True if inductor's lowering of a node needs weights that are constants.
 
-    It looks up contents and names of packed weights for MKL and of quantized weights, and of
-    weights that a C++ template may block with ``max_autotune``. All of these only read them.
+    It looks up contents and names of quantized weights, and of weights that a C++ template may
+    block with ``max_autotune``. All of these only read them.
     """
     from amp_fx.torch_private.inductor_config import config
 
-    if str(user.target).startswith(("mkl.", "onednn.")):  # an op, or an op without its overload
+    if str(user.target).startswith("onednn."):  # an op, or an op without its overload
         return True
     return user.target in _PRODUCTS and (config.max_autotune or config.max_autotune_gemm)
 
@@ -418,6 +418,7 @@ def pack(
         freezing,
         freezing_passes,
         packing_for_onednn,
+        packing_low_products,
         record_has_frozen_params,
         view_to_reshape,
     )
@@ -454,7 +455,7 @@ def pack(
             replaced((freezing, "constant_fold", constants.fold)),
             batch_norm_folding(bool(folds_batch_norm)),
             config.patch({"cpp.enable_concat_linear": True} if chooses_kernels else {}),
-            packing_for_onednn() if chooses_kernels else contextlib.nullcontext(),
+            packing_for_onednn() if chooses_kernels else packing_low_products(),
         ):
             splits, sharing = set(_splits(gm.graph)), _outputs_sharing(gm)
             freezing_passes(gm, [example_inputs[i] for i in taken])

@@ -464,6 +464,13 @@ def test_float32_products_can_be_packed_for_onednn() -> None:
     assert not V.aot_compilation
 
 
+def test_float32_products_are_not_packed_without_mkl() -> None:
+    source = inspect.getsource(mkldnn_fusion)
+    assert source.count("and not torch._C.has_mkl") == 1
+    with inductor.packing_low_products():
+        assert not torch._C.has_mkl
+
+
 def test_the_kernel_of_a_template_is_known_before_there_is_a_graph() -> None:
     kernels = [inductor.few_rows_kernel(torch.bfloat16, 1, columns, 64) for columns in (96, 64, 16)]
     with_amx = {inductor.FewRowsKernel(block, uses_amx=True) for block in (32, 16)}
