@@ -418,10 +418,14 @@ def copy_prepared(
         prepare: The graph that receives the copies.
         skipped: Nodes that are not copied.
 
+    Nodes whose results take more memory than the weights and than the sources that they depend on
+    are not copied either.
+
     Returns:
         The copies by node, including those of ``sources``.
     """
     copies = dict(sources)
+    read: dict[fx.Node, frozenset[fx.Node]] = {node: frozenset((node,)) for node in sources}
     for node in gm.graph.nodes:
         if node in copies or node in skipped:
             continue
@@ -429,9 +433,12 @@ def copy_prepared(
             constant = _attribute(gm, str(node.target))
             if isinstance(constant, torch.Tensor):
                 copies[node] = prepare.add(node, copies, constant)
+                read[node] = frozenset()
         elif is_preparable(node, copies):
             copy = prepare.add(node, copies)
-            if _fits(node, prepare.weights_of(copy)):
+            read[node] = frozenset().union(*map(read.__getitem__, node.all_input_nodes))
+            # Weights that inductor joins can be larger than the one weight they come from.
+            if _fits(node, prepare.weights_of(copy)) or _fits(node, read[node]):
                 copies[node] = copy
     return copies
 
@@ -454,12 +461,17 @@ def is_preparable(node: fx.Node, known: Collection[fx.Node]) -> bool:
     return all(source in known for source in node.all_input_nodes)
 
 
-def _fits(node: fx.Node, weights: Collection[fx.Node]) -> bool:
-    """Returns True if the result takes no more memory than the weights it is computed from."""
-    if not weights or is_view(node):
-        return True  # a tensor constructor has no weights; the nodes that read it need the copy
+def _fits(node: fx.Node, sources: Collection[fx.Node]) -> bool:
+    """Returns True if the result takes no more memory than what it is computed from.
+
+    Args:
+        node: An op.
+        sources: The weights, or the existing values, that it depends on.
+    """
+    if not sources or is_view(node):
+        return True  # a tensor constructor has no sources; the nodes that read it need the copy
     size = sum(map(num_bytes, tensors_in(VALUE.get(node))))
-    return size <= sum(num_bytes(VALUE.of(weight)) for weight in weights)
+    return size <= sum(num_bytes(VALUE.of(source)) for source in sources)
 
 
 def values_read(

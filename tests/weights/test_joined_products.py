@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional
 
 from amp_fx import weight_cache
 from amp_fx.weights.few_rows import MAX_ROWS
@@ -66,6 +67,23 @@ def test_exact_sums_have_the_bits_of_eager_autocast(
     for i in written:
         model.get_parameter(f"layers.{i}.weight").neg_()
         check(model, compiled(x), x)
+
+
+@torch.no_grad()
+def test_weights_that_come_from_one_weight() -> None:
+    """The joined weight is larger than the weight from which its parts are computed."""
+
+    class Derived(Several):
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            x, w = x.sin().sign(), self.get_parameter("layers.0.weight")
+            return [functional.linear(x, part) for part in (w.neg(), w.abs(), w.sign())]
+
+    model, x = Derived(32, [32], has_bias=False), torch.randn(MAX_ROWS + 1, 32)
+    program = torch.compile(model, backend="amp_fx")
+    check(model, program(x), x)
+    assert joined()
+    model.get_parameter("layers.0.weight").add_(1)
+    check(model, program(x), x)
 
 
 @torch.no_grad()
