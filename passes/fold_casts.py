@@ -41,10 +41,8 @@ if TYPE_CHECKING:
 class FoldCasts:
     """Shares equal casts and removes lossless round trips.
 
-    Sharing a cast can change gradient bits: gradients of two uses of one cast are added in the low
-    dtype, gradients of two casts in the dtype of their input. Casts that autograd records are
-    therefore shared only if eager autocast caches them (``is_cached_by_eager``). All other casts
-    are shared.
+    Casts that autograd records are shared only if eager autocast caches them. All other casts are
+    shared. See Note [Sharing casts] in ``amp_fx/graphs/casts.py``.
     """
 
     name: ClassVar[str] = "fold_casts"
@@ -86,11 +84,7 @@ def _may_share(node: fx.Node, cast: Cast) -> bool:
 
 
 def is_cached_by_eager(node: fx.Node) -> bool:
-    """Returns True if eager autocast would cache a cast that autograd records.
-
-    Eager autocast caches casts to the dtype of the region, unless ``cache_enabled=False`` or in a
-    branch of ``cond``.
-    """
+    """Returns True if eager autocast would cache a cast that autograd records."""
     source: torch.Tensor = value_of(node.all_input_nodes[0])
     if not is_cacheable(source):
         return False

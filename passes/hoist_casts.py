@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 class HoistCasts:
     """Replaces casts inside bodies with operands that are cast outside.
 
-    Eager autocast shares the cached cast of a leaf between a checkpoint and the code around it, and
-    sharing determines gradient bits. Outside the body, ``fold_casts`` can share the cast, and
-    ``amp_fx.weights`` can cache it across calls.
+    Outside the body, ``fold_casts`` can share the cast, as eager autocast does
+    (Note [Sharing casts] in ``amp_fx/graphs/casts.py``), and ``amp_fx.weights`` can cache it across
+    calls.
 
     Attributes:
         weights: Names of the placeholders that are weights. Their casts are hoisted even if eager

@@ -43,6 +43,8 @@ class _Signature(NamedTuple):
     is_tuple: bool = False
 
 
+# All other higher-order ops are opaque. Loops check the dtypes of their state, and a custom
+# ``autograd.Function`` has a backward that was captured for the captured dtypes.
 _BODIES: dict[Any, _Signature] = {
     _hop.tag_activation_checkpoint: _Signature(slice(1), 1),
     _hop.wrap: _Signature(slice(1), 1),
@@ -135,6 +137,7 @@ def drop_unused_operands(gm: fx.GraphModule, names: Collection[str]) -> None:
                 if getattr(operand, "name", None) in names
             }
             drop_unused_operands(body, inner_names)
+        # Nested ops come first, because an operand that only they pass on is unused after them.
         remaining = []
         for index, operand in enumerate(operands_of(node)):
             placeholders = [nodes[index] for nodes in inputs]
@@ -186,6 +189,7 @@ def calls_of_bodies(gm: fx.GraphModule) -> list[tuple[list[fx.GraphModule], list
     visited: set[fx.GraphModule] = set()
 
     def visit(graph_module: fx.GraphModule) -> None:
+        # Graphs that share a body are visited once, so that each call is listed once.
         if graph_module in visited:
             return
         visited.add(graph_module)
@@ -269,6 +273,7 @@ def _input_for(gm: fx.GraphModule, node: fx.Node, num_added: int) -> fx.Node:
     with after_last or gm.graph.inserting_before(first):
         added = gm.graph.placeholder(f"{node.name}_attribute_{num_added}")
     added.meta.update(node.meta)
+    # As on inputs whose identity Dynamo guards: their addresses stay, which CUDA graphs rely on.
     added.meta["tensor_dict"] = {"_dynamo_static_input_type": "guarded"}
     sources = getattr(gm, "_param_name_to_source", None) or {}
     added._dynamo_source = sources.get(node.target)

@@ -28,10 +28,27 @@ KERNEL_RESULT = "result of a kernel"
 """Reason of casts after an opaque node, to the dtype that eager autocast returns."""
 
 
+# Note [Sharing casts]
+# ~~~~~~~~~~~~~~~~~~~~
+# Whether two ops share a cast decides the bits of gradients. Two uses of one cast add their
+# gradients in the low dtype, before the backward of the cast. Two casts add them in the dtype of
+# their source, after it. A forward has the same bits either way.
+#
+# Eager autocast shares one kind of cast: that of a float32 leaf that requires gradients, to the
+# low dtype of the region, unless ``cache_enabled=False`` (``cached_cast`` in
+# ``ATen/autocast_mode.cpp``). Before differentiation, the passes share exactly these casts, within
+# a graph (``fold_casts``) and between a graph and the bodies of its higher-order ops
+# (``hoist_casts``). In a branch of ``cond``, eager autocast shares none, because the backward of a
+# branch is traced with the cache off.
+#
+# Casts that autograd does not record are all shared. After differentiation, AOTAutograd merges
+# equal casts: gradients are nodes then, and stay as they are.
+
+
 def is_cacheable(tensor: torch.Tensor) -> bool:
     """Returns True if eager autocast may cache casts of a tensor: it is a float32 leaf and no view.
 
-    It must require gradients, too. Source: ``cached_cast`` in ``ATen/autocast_mode.cpp``.
+    It must require gradients, too. See Note [Sharing casts].
     """
     return tensor.dtype is torch.float32 and tensor.is_leaf and not tensor._is_view()
 
@@ -69,6 +86,7 @@ def cast_name(source: fx.Node, dtype: torch.dtype) -> str:
     return f"{source.name}_{dtype_name(dtype)}"
 
 
+# Neither float16 nor bfloat16 contains the other: one has fewer exponents, the other fewer digits.
 _LOSSLESS = {
     torch.bfloat16: (torch.float32, torch.float64),
     torch.float16: (torch.float32, torch.float64),
@@ -122,6 +140,8 @@ def _is_plain_copy(node: fx.Node) -> bool:
     if op_name(node) != "aten::_to_copy" or VALUE.get(node) is None:
         return False
     value, source = VALUE.of(node), VALUE.of(node.all_input_nodes[0])
+    # ``_to_copy`` can also change the device or the strides, which a cast of its result does not
+    # undo.
     has_dtype = node.kwargs.get("dtype") is not None
     return has_dtype and value.device == source.device and value.stride() == source.stride()
 
@@ -138,6 +158,7 @@ def narrowing_cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, *, like: 
         like: An existing cast, whose op and provenance are copied.
     """
     source = _cast_value(node)
+    # Widening loses nothing, so narrowing to the same dtype returns the original.
     if source is not None and source.dtype == dtype:
         return node.all_input_nodes[0]
     if op_name(like) == "prims::convert_element_type":

@@ -14,6 +14,7 @@ from amp_fx.torch_private.ops import OpOverload
 if TYPE_CHECKING:
     from torch import fx
 
+# Not ``wait_tensor``, which waits for the result of another collective and moves nothing.
 _COLLECTIVES = frozenset(
     f"_c10d_functional::{op}{variant}"
     for op, variants in (

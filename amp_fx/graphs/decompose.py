@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from amp_fx.graphs.records import AutocastSite
-    from amp_fx.policies.calls import Call
     from amp_fx.policies.changes import ModuleStack
     from amp_fx.policies.decide import Resolver
     from amp_fx.policies.policy import Policy
@@ -130,6 +129,7 @@ class Decomposer:
         inputs = node.all_input_nodes
         resolver = (site.state.policy or self.policy).resolver
         stack = module_stack(node, self.frame) if resolver.depends_on_module else ()
+        # The site contains the policy of the region, so the key need not contain the resolver.
         key = (call_key(node, inputs), site, resolver.stack_key(stack))
         if key not in self._memo:
             try:
@@ -137,6 +137,7 @@ class Decomposer:
             except PolicyError as error:
                 raise PolicyError(f"{error} (node {node.format_node()})") from error
             except NotPlainError as error:
+                # Cached as well, because a trace that fails takes as long as one that does not.
                 self._memo[key] = error
         result = self._memo[key]
         if isinstance(result, NotPlainError):
@@ -164,6 +165,8 @@ class Decomposer:
                 raise
             table = _PolicyTable(resolver, site.state, stack, self.flattens)
             decomposed = self._trace_on(hinted, node, site, table)
+            # The sizes in this graph are numbers. Only the answer that no cast is needed is true
+            # for other sizes.
             if decomposed.graph is not None:
                 raise
             return decomposed
@@ -185,6 +188,8 @@ class Decomposer:
             graph = trace_pre_dispatch(call, values, table)
         if not table.num_changed:
             return Decomposition(None, tuple(table.decisions))
+        # The tensor of such a node is an attribute of the trace's module, which is not copied with
+        # the nodes.
         if any(n.op == "get_attr" for n in graph.nodes):
             raise NotPlainError(f"a trace of {node.target} would contain a constant tensor")
         return Decomposition(graph, tuple(table.decisions))
@@ -246,9 +251,11 @@ class _PolicyTable:
         self._is_settled = False
         self._is_replacing = False
 
+    # The tracer replaces a table that is false by an empty one.
     def __bool__(self) -> bool:
         return True
 
+    # Every overload: whether it has a policy depends on its arguments, which ``in`` does not get.
     def __contains__(self, op: object) -> bool:
         return isinstance(op, OpOverload)
 
@@ -256,6 +263,10 @@ class _PolicyTable:
         return lambda *args, **kwargs: self._call(op, args, kwargs)
 
     def _call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # The tracer calls the table for every op, also for those that the table itself calls. The
+        # op after its casts is recorded as it is (``_is_settled``), and so are all ops of a
+        # replacement (``_is_replacing``). Without these flags, the table would cast for them again,
+        # without end.
         if self._is_settled or self._is_replacing:
             self._is_settled = False
             return NotImplemented
@@ -263,6 +274,8 @@ class _PolicyTable:
         is_float8 = False  # float8 products are decomposed even if they need no cast
         restored_dtype = None
         call = (op, args, kwargs)
+        # As in the dispatcher, where each enabled device type has an autocast key: each casts the
+        # tensors on its own devices.
         for device_type in self._state.enabled:
             if not reaches_autocast(args, kwargs, device_type):
                 continue
@@ -278,24 +291,24 @@ class _PolicyTable:
             self.decisions.append(OpDecision(name, device_type, policy, origin))
             is_wide = policy is CastPolicy.LOWER_PRECISION_WIDE
             if is_wide and can_give_float32(call, device_type):
-                return self._with_float32_result(call, low_dtype)
+                self.num_changed += 1
+                with self._replacing():
+                    return run_with_float32_result(call, low_dtype)
             call, restored = decision.apply(call, device_type, low_dtype)
             restored_dtype = restored_dtype or restored
+        # ``apply`` returns the objects that it got if it changes nothing.
         if call[1] is not args or call[0] is not op or is_float8:
             self.num_changed += 1
             if self._flattens and is_flattened(args, call):
                 with self._replacing():
                     result = flattened_product(call)
             else:
+                # The casts need no flag: ``_to_copy`` has no policy, and no composite kernel.
                 self._is_settled = True
                 result = call[0](*call[1], **call[2])
             return restore_results(result, restored_dtype)
+        # Eager autocast is off inside an op with a policy, so the ops inside are not decomposed.
         return NotImplemented if has_policy else self._decompose(op, args, kwargs)
-
-    def _with_float32_result(self, call: Call, low_dtype: torch.dtype) -> torch.Tensor:
-        self.num_changed += 1
-        with self._replacing():
-            return run_with_float32_result(call, low_dtype)
 
     @contextlib.contextmanager
     def _replacing(self) -> Iterator[None]:
@@ -316,6 +329,8 @@ class _PolicyTable:
         if function is None:
             return NotImplemented
         num_changed = self.num_changed
+        # The ops inside reach this table one by one. If none of them is cast, the trace keeps the
+        # composite op, for which AOTAutograd and inductor have their own decompositions.
         with _rolled_back_unless(self.tracer, lambda: self.num_changed > num_changed):
             result = function(*args, **kwargs)
         return result if self.num_changed > num_changed else NotImplemented
@@ -328,22 +343,14 @@ class _PolicyTable:
             low_dtype = self._state.low_dtype("cpu") if "cpu" in self._state.enabled else None
             if version := lstm_version(args, low_dtype):
                 return version
-        if op._schema.is_mutable or not is_composite(op):
+        # A write to a cast would be lost.
+        if op._schema.is_mutable:
             return None
-        return functools.partial(op._op_dk, _COMPOSITE)
-
-
-_COMPOSITE = DispatchKey.CompositeImplicitAutograd
-
-
-def is_composite(op: OpOverload) -> bool:
-    """Returns True if an op has a composite C++ kernel, which calls other ops.
-
-    Python decompositions do not count: eager code never runs them, and they may call other ops than
-    the C++ kernel (``upsample_*.vec``). ``OpOverload.decompose`` would prefer them.
-    """
-    name = qualified_name(op)
-    return has_kernel_for(name, _COMPOSITE.name)
+        # The C++ kernel, not ``OpOverload.decompose``: that prefers Python decompositions, which
+        # eager code never runs, and which may call other ops (``upsample_*.vec``).
+        key = DispatchKey.CompositeImplicitAutograd
+        is_composite = has_kernel_for(qualified_name(op), key.name)
+        return functools.partial(op._op_dk, key) if is_composite else None
 
 
 def _reject_opaque_kernel(op: OpOverload, device_type: str, low_dtype: torch.dtype) -> None:
@@ -364,6 +371,7 @@ def _rolled_back_unless(
     assert tracer.fx_tracer is not None
     fx_tracer = tracer.fx_tracer
     before = set(fx_tracer.graph.nodes)
+    # Symbols and expressions that occurred first inside would refer to erased nodes.
     symnodes = dict(fx_tracer.symnode_tracker.sym_node_dict)
     expressions = dict(fx_tracer.sympy_expr_tracker)
     # A call that returns its input, such as ``to``, replaces the proxy of the input.
@@ -400,6 +408,8 @@ def _leaf_key(leaf: Any, index: dict[fx.Node, int]) -> Any:
         return f"%{index[leaf]}"
     if leaf is None or isinstance(leaf, _PLAIN_CONSTANTS):
         return leaf
+    # Other constants, such as functions, may print alike. The node refers to them, so that their
+    # ids stay unique.
     return f"{type(leaf).__qualname__}:{leaf!r}:{id(leaf)}"
 
 
@@ -412,6 +422,7 @@ def value_key(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         size = tuple(map(str, value.size()))
         stride = tuple(map(str, value.stride())) if value.layout is torch.strided else None
+        # Lazy conjugates and negatives are traced into other ops than the tensors that they view.
         flags = value.requires_grad, value.is_conj(), value.is_neg()
         return type(value), size, stride, value.dtype, value.device, value.layout, flags
     if isinstance(value, (tuple, list)):
@@ -430,6 +441,7 @@ def trace_pre_dispatch(fn: Callable[..., Any], values: list[Any], table: _Policy
     """
     tracer = MakefxTracer(
         decomposition_table=None,
+        # The inputs are fake already, in the mode of the graph.
         tracing_mode="real",
         _allow_non_fake_inputs=True,
         pre_dispatch=True,
@@ -470,6 +482,7 @@ def replace_with_decomposition(
     for op in decomposed.graph.nodes:
         if op.op not in ("placeholder", "output"):
             env[op] = _copy(op, env, node)
+            # By name, because a trace does not tell which of several calls a node stands for.
             decisions = [d for d in decomposed.decisions if d.node_op == _op_name(op)]
             DECISIONS.put(env[op], tuple(decisions))
             num_casts += CAST.is_on(env[op])
@@ -505,6 +518,7 @@ def _replace(node: fx.Node, result: Any, decomposed: Decomposition, fresh: set[f
             result.name = name  # unused since the erasure, but ``_rename`` would add a number
         return
     captured = captured_value(node)
+    # A tuple of nodes is no node. Its readers are replaced by the items that they read.
     for user in list(node.users):
         if not is_getitem(user):
             raise NotPlainError(f"{user} reads the whole tuple that {node} returns")
@@ -527,25 +541,25 @@ def _inherit(result: fx.Node, captured: Any, decomposed: Decomposition) -> None:
 
 def spell_out_tuples(node: fx.Node) -> None:
     """Replaces inputs that are tuples of tensors by their items, which can be cast."""
+    items: dict[fx.Node, tuple[fx.Node, ...]] = {}
     for source in node.all_input_nodes:
         value = value_of(source)
         if isinstance(value, (tuple, list)) and tensors_in(value):
-            items = tuple(_item(source, index, node) for index in range(len(value)))
-            node.args, node.kwargs = _substitute((node.args, node.kwargs), source, items)
+            items[source] = tuple(_item(source, index, node) for index in range(len(value)))
+    if items:
+        arguments = (node.args, node.kwargs)
+        node.args, node.kwargs = map_arg(arguments, lambda n: items.get(n, n))
 
 
 def _item(source: fx.Node, index: int, node: fx.Node) -> fx.Node:
     with node.graph.inserting_before(node):
         item = node.graph.call_function(operator.getitem, (source, index))
     captured = captured_value(source)
+    # Of the reader: the item belongs to its region, not to that of the tuple.
     item.meta = provenance(node)
     CAPTURED.put(item, None if captured is None else captured[index])
     set_value(item, value_of(source)[index])
     return item
-
-
-def _substitute(args: Any, source: fx.Node, items: tuple[fx.Node, ...]) -> Any:
-    return map_aggregate(args, lambda a: items if a is source else a)
 
 
 def is_getitem(node: fx.Node) -> bool:

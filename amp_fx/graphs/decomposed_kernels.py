@@ -85,6 +85,7 @@ def transformer_encoder_layer(
         average_attn_weights=True,
         mask_type=mask_type,
     )[0]
+    # The C++ code adds in place, in the dtype of the product.
     x = _add_in_place(x, src)
     if not norm_first:
         x = norm(x, norm_weight_1, norm_bias_1)
@@ -122,6 +123,7 @@ def self_attention(
         ``(batch, sequence, embed_dim)`` and None; ``NotImplemented`` for anything else than
         self-attention whose weights are not needed.
     """
+    # One product with all three weights needs one input.
     if need_weights or not (query is key and key is value):
         return NotImplemented
     batch, length, _ = query.shape
@@ -226,6 +228,7 @@ def lstm_version(args: tuple[Any, ...], low_dtype: torch.dtype | None) -> Callab
     if low_dtype is None or has_projections or hidden.device.type != "cpu":
         return None
     has_backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(args))
+    # Elsewhere the kernel stays, which computes all steps of a sequence in one call.
     return lstm if has_backward or has_product_kernels(low_dtype) is False else None
 
 
@@ -246,6 +249,8 @@ def decompose_products(gm: fx.GraphModule) -> None:
         for node in gm.graph.find_nodes(op="call_function", target=op):
             value = value_of(node.all_input_nodes[0])
             if is_low(value.dtype) and value.device.type == "cpu":
+                # The op remains an argument, and is called for what ``_with_products`` leaves to
+                # it.
                 node.args = (op, *node.args)
                 node.target = _with_products
     gm.recompile()
@@ -267,6 +272,8 @@ def is_flattened(args: tuple[Any, ...], call: Call) -> bool:
         args: The arguments of the product.
         call: The product with its casts.
     """
+    # While gradients are recorded, the cast requires gradients in a trace as well, and AOTAutograd
+    # flattens the product like eager code.
     if torch.is_grad_enabled() or call[0] not in (_aten.linear.default, _aten.matmul.default):
         return False
     dims = [argument.dim() for argument in args[:2]]
@@ -291,6 +298,7 @@ def flattened_product(call: Call) -> torch.Tensor:
 
     def product(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         y = y.t() if op is _aten.linear.default else y
+        # Like eager's cached copy of the weight. ``should_fold`` reads this flag.
         (x if x.dim() < y.dim() else y).requires_grad_()
         key = DispatchKey.CompositeImplicitAutograd
         out: torch.Tensor = _aten.matmul.default._op_dk(key, x, y)

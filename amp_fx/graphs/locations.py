@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from amp_fx.regions.module_stack import CompileFrame
 
+# Dynamo records the stack as text, in the format of ``traceback``.
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in ([^\n]*)\n?\s*([^\n]*)')
 
 
@@ -68,6 +69,7 @@ def location_of(node: fx.Node, frame: CompileFrame = NO_FRAME) -> NodeLocation:
 
 def _modules_around(node: fx.Node, frame: CompileFrame) -> dict[str, str]:
     """Returns the classes of the called modules around a node by path, outermost first."""
+    # The program never calls a ``ModuleList``, so it is no part of the path that a user knows.
     entries = [entry for entry in module_stack(node, frame) if not _is_container(entry[1])]
     return {frame.paths.shown(entry): _class_name(entry[1]) for entry in entries}
 
@@ -93,14 +95,8 @@ def module_types(gm: fx.GraphModule, frame: CompileFrame) -> dict[str, str]:
 def input_path(node: fx.Node, frame: CompileFrame = NO_FRAME) -> str:
     """Returns the path of a parameter or buffer (``layers.0.weight``), or an argument's name."""
     source = getattr(node, "_dynamo_source", None)
-    path = variable_path(str(node.target) if source is None else dynamo_name(source), frame)
+    path = variable_path(str(node.target) if source is None else source.name, frame)
     return _named_argument(path, frame) or node.name
-
-
-def dynamo_name(source: Any) -> str:
-    """Returns Dynamo's name of a source, such as ``L['self']._modules['layer']``."""
-    name = source.name
-    return str(name() if callable(name) else name)
 
 
 def _named_argument(path: str, frame: CompileFrame) -> str:
@@ -109,6 +105,7 @@ def _named_argument(path: str, frame: CompileFrame) -> str:
     For example, ``"args.0"`` and ``"kwargs.input_ids"`` become ``"input_ids"``.
     """
     first, _, rest = path.partition(".")
+    # Dynamo sees the arguments of the wrapper: ``args`` and ``kwargs``.
     name, _, suffix = rest.partition(".")
     if first in frame.arguments or not name:
         return path
@@ -122,6 +119,7 @@ def _named_argument(path: str, frame: CompileFrame) -> str:
 def short_path(file: str) -> str:
     """Returns a file relative to the working directory, or its last two path components."""
     path = Path(file)
+    # IPython compiles each cell as a temporary file with a number as its name.
     if "ipykernel" in file:
         return "notebook cell"
     if path.is_relative_to(Path.cwd()):

@@ -68,6 +68,7 @@ def body_results(body: fx.GraphModule, node: fx.Node) -> list[Any]:
     tuples: list[Any] = [node.args[position] for position in _LOOPS[node.target].operands]
     given = [operand for operands in tuples for operand in operands]
     placeholders = body.graph.find_nodes(op="placeholder")
+    # The shapes of one iteration are those of the capture: ``scan`` passes rows of its operands.
     inputs = [_in_dtype(*pair) for pair in zip(placeholders, given, strict=True)]
     return list(body(*inputs)[: len(states_of(node))])
 
@@ -114,6 +115,8 @@ def _cast_before(node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
     if source.target is torch.ops.aten.to.dtype and source.args[1] == dtype:
         return source
     with node.graph.inserting_before(node):
+        # Unlike ``_to_copy``, ``to`` returns its input if that already has the dtype when the loop
+        # runs.
         cast = node.graph.call_function(torch.ops.aten.to.dtype, (source, dtype))
     cast.meta = provenance(source)
     CAPTURED.put(cast, captured_value(source))

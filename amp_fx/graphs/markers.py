@@ -33,6 +33,7 @@ def enter_region(
 def exit_region(graph: fx.Graph, enters: list[fx.Node]) -> list[fx.Node]:
     """Adds and returns the nodes that exit the regions of ``enter_region``."""
     counterparts: dict[Any, Any] = dict(zip(ENTERS, EXITS, strict=True))
+    # Regions nest, so the last one is exited first.
     return [graph.call_function(counterparts[node.target], (node,)) for node in reversed(enters)]
 
 

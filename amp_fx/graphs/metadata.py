@@ -80,6 +80,7 @@ IS_CACHED: Key[bool] = Key("is_cached")
 STORED_LOW: Key[int] = Key("stored_low")
 """Number of casts that were removed because their weight is stored low (``store_weights_low``)."""
 
+# No values and no decisions: those of the new nodes are their own.
 _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", SITE.name)
 
 

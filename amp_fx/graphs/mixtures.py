@@ -33,6 +33,7 @@ def reject_mixture(
     Raises:
         RejectedMixtureError: The op does not accept the dtypes.
     """
+    # Ops of amp_fx cast their arguments themselves.
     if op.namespace == "amp_fx":
         return
     mixture = mixture_of(tensor.dtype for tensor in tensors_in(args, kwargs))

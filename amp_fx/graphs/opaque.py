@@ -59,6 +59,7 @@ def in_steps(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     """Yields the nodes in order, one by one or as the list of nodes of one transform."""
     transform: list[fx.Node] = []
     for node in list(graph.nodes):
+        # The rewrite of a node may erase later ones, such as the items of its tuple.
         if node._erased:
             continue
         if OPAQUE.get(node) == TRANSFORM:
@@ -77,6 +78,7 @@ def evaluate_opaque(
     _resolve_module_policy([node], frame)
     args, kwargs = argument_values(node)
     captured = captured_value(node)
+    # Without tensors, autocast changes nothing, and the call may have effects.
     if not tensors_in(args, kwargs):
         set_value(node, captured)
         return
@@ -145,6 +147,7 @@ class MixtureRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for func, args, kwargs in self.calls:
             if sum(map(num_elements, tensors_in(args, kwargs))) > _MAX_ELEMENTS:
                 continue
+            # Whether a kernel accepts dtypes does not depend on values.
             given, options = map_aggregate((args, kwargs), _zeros_like)
             try:
                 with torch.random.fork_rng(devices=[]), torch.no_grad(), no_autocast():

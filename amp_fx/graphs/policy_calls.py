@@ -67,14 +67,13 @@ def find_call(
     tensors = [t for t in tensors_in(args, kwargs) if t.is_floating_point()]
     devices = {tensor.device.type for tensor in tensors}
     is_nested = any(tensor.is_nested for tensor in tensors)
-    if is_nested or not any(map(_is_enabled, devices)) or _has_effects(func, args, kwargs):
+    is_enabled = any(
+        torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+        for device in devices
+    )
+    if is_nested or not is_enabled or _has_effects(func, args, kwargs):
         return None
     return _decided_call(number, func, args, kwargs)
-
-
-def _is_enabled(device_type: str) -> bool:
-    is_available = torch.amp.is_autocast_available(device_type)
-    return is_available and torch.is_autocast_enabled(device_type)
 
 
 _EFFECTS = ("__get__", "__set__", "__delete__", "__setitem__", "backward", "register_hook", "grad")
@@ -143,7 +142,8 @@ class _Rewritten:
     def _run_node(self, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         target: Any = node.target
         args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
-        decision = self.float8.get(_name_of(target))
+        name = qualified_name(target) if isinstance(target, OpOverload) else ""
+        decision = self.float8.get(name)
         if decision is None:
             return target(*args, **kwargs)
 
@@ -166,10 +166,6 @@ class _Rewritten:
         if weight.device.type == "cpu":
             warn_of_slowness()
         return run_float8(lowered, weight, self.settings, has_rows_of_outputs=has_rows)
-
-
-def _name_of(target: object) -> str:
-    return qualified_name(target) if isinstance(target, OpOverload) else ""
 
 
 @contextlib.contextmanager
@@ -211,12 +207,15 @@ def _decided_call(
     site = AutocastSite(AutocastState.ambient(), torch.is_grad_enabled())
     stack = current_stack() if policy.resolver.depends_on_module else ()
     node, tensors = _as_node(func, args, kwargs)
+    # Symbols belong to one graph, so the runner is not cached.
     if any(isinstance(size, torch.SymInt) for tensor in tensors for size in tensor.size()):
-        return _decompose_call(node, tensors, site, number, stack)  # symbols belong to one graph
+        return _decompose_call(node, tensors, site, number, stack)
     calls = _calls.setdefault(_base_of(policy), {})
     stack_key = policy.resolver.stack_key(stack)
+    # Registered ops are never removed, so their number shows whether one was added.
     key = call_key(node, node.all_input_nodes), site, stack_key, len(REGISTERED)
     if key not in calls:
+        # A program with new shapes in every call would fill the memory.
         if len(calls) >= _MAX_CALLS:
             calls.clear()
         calls[key] = _decompose_call(node, tensors, site, number, stack)
@@ -247,6 +246,7 @@ def _decompose_call(
 ) -> _Native | _Rewritten:
     fake_mode = detect_fake_mode(tensors) or FakeTensorMode()
     default, policy = preset("torch"), policy_of(number)
+    # Modes of the caller would see the ops of the traces, and this mode would rewrite them again.
     with _tracing_alone(), no_dispatch_modes(), no_function_modes(), _decided():
         for placeholder, tensor in zip(node.all_input_nodes, tensors, strict=True):
             VALUE.put(placeholder, _fake_of(tensor, fake_mode))
@@ -256,12 +256,15 @@ def _decompose_call(
         except UnsupportedError:
             native = None
         result_type = _result_type(node, custom, site, fake_mode)
+    # If PyTorch makes the same casts, call the function itself: it is faster, and profilers and
+    # other modes see what the program calls.
     if custom is None or (native is not None and _effect(custom) == _effect(native)):
         return _Native()
     if custom.graph is None:
         return _Native(is_off=True)
+    # The metadata refers to fake tensors, and these to the fake mode of the trace.
     for op in custom.graph.nodes:
-        op.meta.clear()  # frees the fake values
+        op.meta.clear()
     float8 = {d.op: d for d in custom.decisions if d.policy is CastPolicy.FLOAT8}
     return _Rewritten(custom.graph, float8, policy.float8, result_type)
 
@@ -292,6 +295,7 @@ def _tracing_alone() -> Iterator[None]:
     Dynamo compiles. Relies on ``convert_frame.compile_lock`` and
     ``torch.compiler._compile_session_context``, which Dynamo uses when it compiles.
     """
+    # No thread can compile before Dynamo is imported, which takes seconds.
     if "torch._dynamo" not in sys.modules:
         yield
         return

@@ -50,9 +50,12 @@ class PolicyMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
             with torch.fx.traceback.annotate({f"{_ANNOTATION}{self.number}": True}):
+                # Autocast bans the op, and Dynamo raises the ban as an error of the program. The
+                # policy may allow it, so eager code calls the op.
                 if func is binary_cross_entropy and args[0].device.type != "cpu":
-                    torch._dynamo.graph_break()  # banned by autocast, but the policy may allow it
-                if func is torch.Tensor.unflatten:  # calls super(), which breaks the graph
+                    torch._dynamo.graph_break()
+                # The method calls ``super()``, which breaks the graph.
+                if func is torch.Tensor.unflatten:
                     return torch.unflatten(*args, **kwargs)
                 return func(*args, **kwargs)
         call = outside_of_dynamo(find_call, self.number, func, args, kwargs)
@@ -112,6 +115,7 @@ def markers_left_on_error() -> Iterator[None]:
         with left_on_error():
             yield
     except BaseException:
+        # The markers that exit these modes are after the node that failed.
         for mode in reversed(function_modes()[depth:]):
             mode.__exit__(None, None, None)
         raise

@@ -86,6 +86,8 @@ def is_pure(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     overloads = _overloads_of(node.target)
+    # ``getitem`` reads one result of an op with several, and is the only function of Python that
+    # may compute a cached value.
     if node.target is not operator.getitem and not overloads:
         return False
     return all(map(is_pure_op, overloads)) and not _has_shape_of_data(node, overloads)
@@ -129,6 +131,7 @@ def _overloads_of(target: Any) -> list[OpOverload]:
 
 def _has_shape_of_data(node: fx.Node, overloads: list[OpOverload]) -> bool:
     value = recorded_value(node)
+    # The tags of an op say that its shape may depend on data; a value says whether it does.
     if value is None:
         return any(torch.Tag.dynamic_output_shape in op.tags for op in overloads)
     return any(is_unbacked(tuple(t.shape)) for t in tensors_in(value))
@@ -164,4 +167,5 @@ def register_pure_op(op: Any) -> None:
         reason = why_impure(getattr(overloads, overload or "default"))
         if reason:
             raise PolicyError(f"{name} cannot be registered as pure: {reason}")
+    # At the end, so that an error registers none of the ops.
     _registered.update(names)

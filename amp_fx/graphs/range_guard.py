@@ -54,6 +54,7 @@ def clamp_fill_value(node: fx.Node) -> None:
         number = _number(arg)
         if number is None or abs(number) <= limit or not math.isfinite(number):
             return arg
+        # An int stays an int, because the type of a number takes part in type promotion.
         bound = type(number)(math.copysign(limit, number))
         clamped.append(f"{number:g} clamped to {bound:g}, the limit of {dtype_name(low)}")
         return bound
@@ -100,6 +101,7 @@ def _problems(node: fx.Node, low: torch.dtype, *, flushes_only: bool) -> str:
     map_aggregate((node.args, node.kwargs), collect)
     info = torch.finfo(low)
     smallest = info.smallest_normal * info.eps
+    # Numbers round to the nearest, and half of the smallest number to its even neighbor: zero.
     too_small = [n for n in numbers if abs(n) <= smallest / 2]
     too_large = [n for n in numbers if abs(n) > info.max and not flushes_only]
     flushed = [f"{n:g} flushes to zero in {dtype_name(low)}" for n in too_small]

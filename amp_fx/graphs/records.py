@@ -32,6 +32,7 @@ class AutocastSite:
     state: AutocastState
     is_grad_enabled: bool
     is_bare: bool = False
+    # See Note [Sharing casts] in ``casts.py``.
     is_branch: bool = False
     casts_transforms: bool = True
 

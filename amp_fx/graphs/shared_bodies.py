@@ -24,7 +24,6 @@ from amp_fx.graphs.bodies import (
     operands_of,
 )
 from amp_fx.graphs.decompose import value_key
-from amp_fx.graphs.locations import dynamo_name
 from amp_fx.graphs.metadata import CUSTOM, MODULE_STACK
 from amp_fx.graphs.policy_mode import annotated_policy, is_policy_annotation
 from amp_fx.graphs.values import is_written, recorded_value, set_value, value_of
@@ -81,6 +80,8 @@ class SharedBodies:
         (captured,) = bodies_of(gm, node)
         body = copy_graph_module(captured)
         renames = self._renames(captured, node)
+        # Dynamo annotated the body in its first call, also with the policies around that call. Only
+        # those are on the output.
         outer = set(filter(is_policy_annotation, CUSTOM.get(body.graph.output_node()) or ()))
         for graph in graphs_in(body):
             for inner in graph.nodes:
@@ -99,6 +100,7 @@ class SharedBodies:
             value_of(operand) if isinstance(operand, fx.Node) else operand
             for operand in operands_of(node)
         ]
+        # One tensor that is passed twice is one tensor in the body, with two casts to share.
         identities = list(map(id, values))
         policy = site.state.policy or self._policy
         stacks: list[object] = []
@@ -107,7 +109,9 @@ class SharedBodies:
                 resolver = (annotated_policy(body, inner) or policy).resolver
                 if resolver.depends_on_module:
                     stacks.append(resolver.stack_key(module_stack(inner, self._frame)))
-                if resolver.has_float8:  # depends on the position of the weights in the model
+                # Whether a product runs in float8 depends on the position of its weight in the
+                # model. Such bodies are not shared.
+                if resolver.has_float8:
                     stacks.append(node)
         return (
             node.args[1],
@@ -126,6 +130,7 @@ class SharedBodies:
 
         The values of the operands of a later call would not show such a write.
         """
+        # AOTAutograd and inductor trace one body per identifier, in the dtypes of its first call.
         identifier = f"amp_fx_{node.args[1]}_{self._num_bodies}"
         self._num_bodies += 1
         shared = SharedBody(body, identifier, results)
@@ -202,12 +207,14 @@ def _weight_paths(gm: fx.GraphModule) -> Iterator[tuple[int, str]]:
     for node in gm.graph.find_nodes(op="placeholder"):
         source = getattr(node, "_dynamo_source", None)
         if source is not None:
-            yield id(recorded_value(node)), plain_name(dynamo_name(source)).rpartition(".")[0]
+            yield id(recorded_value(node)), plain_name(source.name).rpartition(".")[0]
 
 
 def _without_common_end(old: str, new: str) -> tuple[str, str]:
     """Returns the paths of two modules without the last components that are equal."""
     olds, news = old.split("."), new.split(".")
+    # ``layers.0.norm`` and ``layers.1.norm`` differ in the layer. A renamed layer renames all
+    # modules in it, also those that own no weight.
     while olds and news and olds[-1] == news[-1]:
         olds.pop()
         news.pop()

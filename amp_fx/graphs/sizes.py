@@ -26,5 +26,6 @@ def hint(value: Any) -> Any:
     """Returns the hint of a symbolic number, 1 if it has none; any other value unchanged."""
     if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return value
+    # A size that depends on data has no hint.
     number = value.node.hint if value.node.has_hint() else None
     return 1 if number is None else number

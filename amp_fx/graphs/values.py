@@ -180,22 +180,20 @@ def analysis(
         if fake_mode is not None:
             stack.enter_context(fake_mode)
             if fake_mode.shape_env is not None:
+                # Nothing binds the symbols of a new evaluation: ``adopt_captured`` replaces them.
                 stack.enter_context(fake_mode.shape_env.ignore_fresh_unbacked_symbols())
             if records_writes:
                 stack.enter_context(_WriteRecorder(fake_mode, check))
-        stack.enter_context(_without_warnings())
+        # The program emits its warnings when it runs.
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        # Hooks of the program would run on fake tensors.
         stack.enter_context(saved_tensors_hooks_tracing())
+        # Casts are nodes of the graph, so no op may cast again.
         stack.enter_context(no_autocast())
+        # Inference tensors have no versions, by which writes are found (``version_of``).
         stack.enter_context(torch.inference_mode(mode=False))
         stack.enter_context(torch.set_grad_enabled(is_grad_enabled))
-        yield
-
-
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Context without warnings, which the program repeats when it runs."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
         yield
 
 
@@ -218,6 +216,8 @@ def without_meta_errors() -> Iterator[None]:
         log.removeFilter(is_logged)
 
 
+# By fake mode, because each compilation has its own: the counts end with it, before another storage
+# can have the same id.
 _num_writes: WeakKeyDictionary[FakeTensorMode, Counter[int]] = WeakKeyDictionary()
 
 _BATCH_NORMS = (
@@ -238,6 +238,7 @@ class _WriteRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, fake_mode: FakeTensorMode, check: Callable[..., None] | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._check = check
+        # By storage: ``.data`` and ``detach()`` share the storage, but have other version counters.
         self._counts = _num_writes.setdefault(fake_mode, Counter())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

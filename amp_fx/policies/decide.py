@@ -70,11 +70,14 @@ class Decision:
         """
         dtype = None
         if self.policy in _RESTORING:
+            # The caller asks for a dtype, in which the result must stay.
             if has_explicit_dtype(call):
                 return call, None
             if self.policy is CastPolicy.LOWER_PRECISION_IO:
                 call = lower_first(call, device_type, low_dtype)
             dtype = result_dtype(call, device_type)
+        # The policies of arguments replace the op's. ``same_as`` reads the dtype of another
+        # argument after its cast, so these casts come last.
         skipped = [name for name, _ in self.args]
         call = apply_policy(self.policy, call, device_type, low_dtype, skipped=skipped)
         dtypes = self._argument_dtypes(call, low_dtype)
@@ -89,6 +92,7 @@ class Decision:
                 dtypes[name] = other.dtype
             elif not directive.startswith(SAME_AS) and directive != CastPolicy.KEEP.value:
                 dtypes[name] = input_dtype(CastPolicy(directive), low_dtype)
+        # A cast to the dtype of an integer tensor would lose the fractions.
         return {name: dtype for name, dtype in dtypes.items() if dtype.is_floating_point}
 
 
@@ -113,10 +117,12 @@ class Resolver:
     ) -> None:
         self._tables = tables
         self._modules = modules
+        # For messages. ``tables`` has the policies of these ops already.
         self._op_origins = {
             op: f"op {override.pattern!r}" for override in ops for op in override.overloads
         }
         self._args: dict[str, tuple[str, dict[str, str]]] = {}
+        # Later calls of ``with_args`` replace the policies of the arguments that they name.
         for override in args:
             for op in override.overloads:
                 _, before = self._args.get(op, ("", {}))
@@ -167,11 +173,13 @@ class Resolver:
         name = qualified_name(op)
         policy = self._tables.get(device_type, {}).get(name)
         origin, args = self._args.get(name, ("", {}))
+        # A product is computed as a whole, so its operands cannot have this policy one by one.
         product = _product_policy(op, args)
         if product is not None:
             return Decision(product, origin)
         if policy is not None:
             return Decision(policy, self._op_origins.get(name, "table"), tuple(args.items()))
+        # A registration holds under every policy, unless the policy itself lists the op.
         registered = REGISTERED.get(name)
         if registered is not None:
             merged = {**dict(registered.args), **args}
@@ -184,6 +192,7 @@ class Resolver:
         for override in reversed(self._modules):
             if override.matches(stack):
                 matching.append(override)
+                # An override for all ops hides the earlier ones.
                 if not override.op:
                     break
         return tuple(matching)
