@@ -23,7 +23,7 @@ from amp_fx.backend.rewrite import rewrite, start_state
 from amp_fx.errors import OptionError, UnsupportedError
 from amp_fx.explanation.recorder import GraphRecorder, SeenGraph
 from amp_fx.graphs.policy_mode import markers_left_on_error
-from amp_fx.graphs.values import plain_inputs, storage_id, without_meta_errors
+from amp_fx.graphs.values import hide_meta_errors, plain_inputs, storage_id
 from amp_fx.options import Options
 from amp_fx.random_states import random_states_kept
 from amp_fx.regions.state import autocast_device_types, no_autocast
@@ -277,7 +277,7 @@ def run_stand_in(
     with contextlib.ExitStack() as stack:
         stack.enter_context(random_states_kept())
         stack.enter_context(isolated())
-        stack.enter_context(without_meta_errors())
+        stack.enter_context(hide_meta_errors())
         # A graph may fail between nodes that change the state of the thread and restore it.
         stack.enter_context(markers_left_on_error())
         stack.enter_context(functorch_levels_restored())

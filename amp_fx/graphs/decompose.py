@@ -37,11 +37,11 @@ from amp_fx.graphs.values import (
     analysis,
     call_target,
     captured_value,
+    hide_meta_errors,
     is_symbolic,
     set_value,
     tensors_in,
     value_of,
-    without_meta_errors,
 )
 from amp_fx.policies.calls import qualified_name, reaches_autocast, restore_results
 from amp_fx.policies.float32_products import can_give_float32, run_with_float32_result
@@ -183,7 +183,7 @@ class Decomposer:
 
         with (
             analysis(self.fake_mode, is_grad_enabled=site.is_grad_enabled),
-            _metadata_without_guards(self.fake_mode),
+            _suppress_metadata_guards(self.fake_mode),
         ):
             graph = trace_pre_dispatch(call, values, table)
         if not table.num_changed:
@@ -195,7 +195,7 @@ class Decomposer:
         return Decomposition(graph, tuple(table.decisions))
 
 
-def _metadata_without_guards(
+def _suppress_metadata_guards(
     fake_mode: FakeTensorMode | None,
 ) -> contextlib.AbstractContextManager[None]:
     """Context in which traces do not guard on the memory format of results.
@@ -292,7 +292,7 @@ class _PolicyTable:
             is_wide = policy is CastPolicy.LOWER_PRECISION_WIDE
             if is_wide and can_give_float32(call, device_type):
                 self.num_changed += 1
-                with self._replacing():
+                with self._record_unchanged():
                     return run_with_float32_result(call, low_dtype)
             call, restored = decision.apply(call, device_type, low_dtype)
             restored_dtype = restored_dtype or restored
@@ -300,7 +300,7 @@ class _PolicyTable:
         if call[1] is not args or call[0] is not op or is_float8:
             self.num_changed += 1
             if self._flattens and is_flattened(args, call):
-                with self._replacing():
+                with self._record_unchanged():
                     result = flattened_product(call)
             else:
                 # The casts need no flag: ``_to_copy`` has no policy, and no composite kernel.
@@ -311,7 +311,7 @@ class _PolicyTable:
         return NotImplemented if has_policy else self._decompose(op, args, kwargs)
 
     @contextlib.contextmanager
-    def _replacing(self) -> Iterator[None]:
+    def _record_unchanged(self) -> Iterator[None]:
         """Context in which ops have no policy and are recorded as they are."""
         self._is_replacing = True
         try:
@@ -323,7 +323,7 @@ class _PolicyTable:
         corrected = corrected_version(op, args)
         if corrected is not None:
             self.num_changed += 1
-            with self._replacing():
+            with self._record_unchanged():
                 return corrected(*args, **kwargs)
         function = self._function_of(op, args)
         if function is None:
@@ -331,7 +331,7 @@ class _PolicyTable:
         num_changed = self.num_changed
         # The ops inside reach this table one by one. If none of them is cast, the trace keeps the
         # composite op, for which AOTAutograd and inductor have their own decompositions.
-        with _rolled_back_unless(self.tracer, lambda: self.num_changed > num_changed):
+        with _roll_back_unless(self.tracer, lambda: self.num_changed > num_changed):
             result = function(*args, **kwargs)
         return result if self.num_changed > num_changed else NotImplemented
 
@@ -363,7 +363,7 @@ def _reject_opaque_kernel(op: OpOverload, device_type: str, low_dtype: torch.dty
 
 
 @contextlib.contextmanager
-def _rolled_back_unless(
+def _roll_back_unless(
     tracer: MakefxTracer | None, is_changed: Callable[[], bool]
 ) -> Iterator[None]:
     """Context whose traced nodes are removed at the end unless ``is_changed`` returns True."""
@@ -453,7 +453,7 @@ def trace_pre_dispatch(fn: Callable[..., Any], values: list[Any], table: _Policy
     tracer.decomposition_table = table  # type: ignore[assignment]
     table.tracer = tracer
     try:
-        with without_meta_errors():
+        with hide_meta_errors():
             return tracer.trace(fn, *values).graph
     except (NotPlainError, UnsupportedError, PolicyError):
         raise

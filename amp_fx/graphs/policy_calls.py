@@ -113,7 +113,7 @@ class _Native:
     """Whether autocast is off, because PyTorch casts for the call and the policy does not."""
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with _decided(), no_autocast() if self.is_off else contextlib.nullcontext():
+        with _handle_call(), no_autocast() if self.is_off else contextlib.nullcontext():
             return func(*args, **kwargs)
 
 
@@ -132,7 +132,7 @@ class _Rewritten:
         _, tensors = _as_node(func, args, kwargs)
         env: dict[fx.Node, Any] = {}
         env.update(zip(self.graph.find_nodes(op="placeholder"), tensors, strict=True))
-        with _decided(), no_autocast():
+        with _handle_call(), no_autocast():
             for node in self.graph.nodes:
                 if node.op == "call_function":
                     env[node] = self._run_node(node, env)
@@ -169,7 +169,7 @@ class _Rewritten:
 
 
 @contextlib.contextmanager
-def _decided() -> Iterator[None]:
+def _handle_call() -> Iterator[None]:
     before = _state.is_decided
     _state.is_decided = True
     try:
@@ -247,7 +247,7 @@ def _decompose_call(
     fake_mode = detect_fake_mode(tensors) or FakeTensorMode()
     default, policy = preset("torch"), policy_of(number)
     # Modes of the caller would see the ops of the traces, and this mode would rewrite them again.
-    with _tracing_alone(), no_dispatch_modes(), no_function_modes(), _decided():
+    with _lock_compiler(), no_dispatch_modes(), no_function_modes(), _handle_call():
         for placeholder, tensor in zip(node.all_input_nodes, tensors, strict=True):
             VALUE.put(placeholder, _fake_of(tensor, fake_mode))
         custom = _decompose(node, site, Decomposer(policy, fake_mode, CompileFrame(stack)))
@@ -288,7 +288,7 @@ def _result_type(
 
 
 @contextlib.contextmanager
-def _tracing_alone() -> Iterator[None]:
+def _lock_compiler() -> Iterator[None]:
     """Context in which other threads do not compile.
 
     FX has one global flag for tracing. While it is set, compiled functions raise an error unless

@@ -91,7 +91,7 @@ class SharedBodies:
                     CUSTOM.put(inner, kept)
                 stack = MODULE_STACK.get(inner)
                 if renames and stack:
-                    MODULE_STACK.put(inner, _renamed(stack, renames))
+                    MODULE_STACK.put(inner, _rename_stack(stack, renames))
         return body
 
     def key_of(self, node: fx.Node, body: fx.GraphModule, site: AutocastSite) -> Any:
@@ -152,7 +152,7 @@ class SharedBodies:
             new = self._paths.get(id(value_of(operand))) if isinstance(operand, fx.Node) else None
             if old is not None and new is not None:
                 pairs.append((old, new))
-        return dict(_without_common_end(old, new) for old, new in pairs if old != new)
+        return dict(_strip_common_end(old, new) for old, new in pairs if old != new)
 
 
 def call_shared(gm: fx.GraphModule, node: fx.Node, shared: SharedBody) -> None:
@@ -210,7 +210,7 @@ def _weight_paths(gm: fx.GraphModule) -> Iterator[tuple[int, str]]:
             yield id(recorded_value(node)), plain_name(source.name).rpartition(".")[0]
 
 
-def _without_common_end(old: str, new: str) -> tuple[str, str]:
+def _strip_common_end(old: str, new: str) -> tuple[str, str]:
     """Returns the paths of two modules without the last components that are equal."""
     olds, news = old.split("."), new.split(".")
     # ``layers.0.norm`` and ``layers.1.norm`` differ in the layer. A renamed layer renames all
@@ -221,7 +221,7 @@ def _without_common_end(old: str, new: str) -> tuple[str, str]:
     return ".".join(olds), ".".join(news)
 
 
-def _renamed(
+def _rename_stack(
     stack: Mapping[str, tuple[str, Any]], renames: Mapping[str, str]
 ) -> dict[str, tuple[str, Any]]:
     """Returns a module stack with the longest matching start of each module's path replaced.

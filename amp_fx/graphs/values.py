@@ -198,7 +198,7 @@ def analysis(
 
 
 @contextlib.contextmanager
-def without_meta_errors() -> Iterator[None]:
+def hide_meta_errors() -> Iterator[None]:
     """Context in which torch does not log this thread's errors of ops on fake tensors.
 
     The exceptions of these ops contain the same messages.
@@ -312,7 +312,7 @@ def evaluate(node: fx.Node) -> Any:
     args, kwargs = argument_values(node)
     value = call_on_fakes(node, args, kwargs)
     if _is_custom_op(node.target):
-        value = _without_aliases_of(tensors_in(args, kwargs), value)
+        value = _clone_aliases_of(tensors_in(args, kwargs), value)
     return adopt_captured(captured_value(node), value)
 
 
@@ -324,7 +324,7 @@ def _is_custom_op(target: Any) -> bool:
     return not returns_alias(op)
 
 
-def _without_aliases_of(arguments: Sequence[torch.Tensor], value: Any) -> Any:
+def _clone_aliases_of(arguments: Sequence[torch.Tensor], value: Any) -> Any:
     """Clones results that share a storage with an argument.
 
     The fake kernel of an op may return its argument although the real kernel returns a new tensor.
