@@ -27,6 +27,7 @@ from torch import fx
 
 from amp_fx.dtypes import is_low
 from amp_fx.graphs.bodies import (
+    argument_graphs,
     bodies_of,
     body_nodes,
     has_plain_bodies,
@@ -50,7 +51,7 @@ from amp_fx.graphs.loops import (
     cast_result,
     differing_states,
     is_loop,
-    restore_states,
+    restore_bodies,
 )
 from amp_fx.graphs.metadata import CAPTURED, DECISIONS, OPAQUE, SITE
 from amp_fx.graphs.mixtures import reject_mixture
@@ -362,15 +363,16 @@ class _Rewriter:
             raise RejectedTransformError(reason)
 
     def _evaluate_opaque(self, node: fx.Node) -> None:
-        if is_loop(node) and SITE.of(node).is_bare:
-            self._restore_states(node)
+        if SITE.of(node).is_bare:
+            for body in argument_graphs(self.gm, node):
+                restore_bodies(body)
+            if is_loop(node):
+                self._restore_states(node)
         evaluate_opaque(node, self.fake_mode, self.decomposer.frame)
 
     def _restore_states(self, node: fx.Node) -> None:
         """Makes the body of a loop return its states in the dtypes in which it gets them."""
         body = body_of(self.gm, node)
-        remember_captured(body.graph)
-        restore_states(body)
         with native_autocast(node, self.fake_mode):
             results = body_results(body, node)
         differing = list(differing_states(node, results))

@@ -12,7 +12,7 @@ from torch import fx
 
 from amp_fx.graphs.bodies import graphs_in
 from amp_fx.graphs.locations import location_of, target_name
-from amp_fx.graphs.loops import restore_states
+from amp_fx.graphs.loops import restore_bodies
 from amp_fx.graphs.markers import surround
 from amp_fx.graphs.metadata import CAST
 from amp_fx.graphs.shared_bodies import inline_shared_bodies
@@ -32,10 +32,9 @@ def as_native_region(
 ) -> fx.GraphModule:
     """Surrounds a captured graph with one native autocast region, in place."""
     inline_shared_bodies(gm)
-    for graph in graphs_in(gm):
-        remember_captured(graph)
+    remember_captured(gm.graph)
     if restores_outputs:
-        restore_states(gm)
+        restore_bodies(gm)
     surround(gm.graph, state.markers(), state.policy if state.enabled else None)
     if restores_outputs:
         _restore_outputs(gm.graph)

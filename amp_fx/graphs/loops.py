@@ -2,7 +2,8 @@
 
 Outside of any region, Dynamo captures a loop in float32. Under autocast, the body may return a
 state in low precision: eager autocast then rejects the loop. Casts at the end of the body restore
-the dtype of the state.
+the dtype of the state. The same holds for the branches of a ``cond`` inside the body, which must
+return the same dtypes.
 """
 
 from __future__ import annotations
@@ -12,8 +13,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import fx
 
+from amp_fx.graphs.bodies import bodies_of, graphs_in
 from amp_fx.graphs.metadata import CAPTURED, provenance
-from amp_fx.graphs.values import captured_dtype, captured_value, dtypes_differ, value_of
+from amp_fx.graphs.values import (
+    captured_dtype,
+    captured_value,
+    dtypes_differ,
+    remember_captured,
+    value_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -96,18 +104,34 @@ def cast_result(body: fx.GraphModule, index: int, dtype: torch.dtype) -> None:
     body.recompile()
 
 
-def restore_states(gm: fx.GraphModule) -> None:
-    """Gives the states of all loops inside a captured graph their captured dtypes, in place."""
-    for module in gm.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        for node in filter(is_loop, module.graph.nodes):
-            for index, state in enumerate(states_of(node)):
-                dtype = captured_dtype(state) if isinstance(state, fx.Node) else None
-                if dtype is not None and dtype.is_floating_point:
-                    cast_result(body_of(module, node), index, dtype)
-                    node.replace_input_with(state, _cast_before(node, state, dtype))
+def restore_bodies(gm: fx.GraphModule) -> None:
+    """Restores captured dtypes where bodies inside a captured graph must agree, in place.
+
+    These are the states of loops, and the results of the branches of ``cond``.
+    """
+    for graph in graphs_in(gm):
+        remember_captured(graph)
+    for module in [m for m in gm.modules() if isinstance(m, fx.GraphModule)]:
+        for node in module.graph.nodes:
+            if is_loop(node):
+                for index, state in enumerate(states_of(node)):
+                    dtype = _captured_float(state)
+                    if dtype is not None:
+                        cast_result(body_of(module, node), index, dtype)
+                        node.replace_input_with(state, _cast_before(node, state, dtype))
+            elif node.target is _hop.cond:
+                for branch in bodies_of(module, node):
+                    for index, result in enumerate(branch.graph.output_node().args[0]):  # type: ignore[arg-type]
+                        dtype = _captured_float(result)
+                        if dtype is not None:
+                            cast_result(branch, index, dtype)
         module.recompile()
+
+
+def _captured_float(value: Any) -> torch.dtype | None:
+    """Returns the captured dtype of a node that is a floating-point tensor; else None."""
+    dtype = captured_dtype(value) if isinstance(value, fx.Node) else None
+    return dtype if dtype is not None and dtype.is_floating_point else None
 
 
 def _cast_before(node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -126,6 +126,43 @@ def attended(net: Any, x: Tensor, restore: Restore) -> Any:  # noqa: ARG001
     return flex_attention(q, k, k, score_mod=score)
 
 
+def branch(net: Any, y: Tensor, restore: Restore) -> Tensor:
+    """One branch has a result in low precision."""
+    return torch.cond(  # type: ignore[no-any-return]
+        y.sum() > 0, lambda y: restore(net.linear(y)), lambda y: y.cos(), (y,)
+    )
+
+
+def loop_with_branch(net: Any, x: Tensor, restore: Restore) -> Any:
+    def step(i: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return i + 1, branch(net, y, restore)
+
+    return while_loop(lambda i, _: i < 3, step, (torch.tensor(0), x))  # type: ignore[no-untyped-call]
+
+
+def scan_with_branch(net: Any, x: Tensor, restore: Restore) -> Any:
+    def step(total: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        return branch(net, total + row, restore), branch(net, row, restore)
+
+    return scan(step, x[0], x)
+
+
+def map_with_branch(net: Any, x: Tensor, restore: Restore) -> Any:
+    return map_rows(lambda row: branch(net, row, restore) * 2, x)
+
+
+def loop_in_map(net: Any, x: Tensor, restore: Restore) -> Any:
+    return map_rows(lambda row: looped(net, row, restore)[1] * 2, x)
+
+
+def branch_in_scan_in_scan(net: Any, x: Tensor, restore: Restore) -> Any:
+    def step(total: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+        rows = row[None].expand(2, 8).contiguous()
+        return scan_with_branch(net, rows, restore)[0], total.clone()
+
+    return scan(step, x[0], x)
+
+
 PROGRAMS: dict[str, Program] = {
     function.__name__: function
     for function in (
@@ -141,9 +178,15 @@ PROGRAMS: dict[str, Program] = {
         associated,
         mapped,
         attended,
+        branch,
+        loop_with_branch,
+        scan_with_branch,
+        map_with_branch,
+        loop_in_map,
+        branch_in_scan_in_scan,
     )
 }
-WITHOUT_BACKWARD = ("loop", "condition", "associated", "attended")
+WITHOUT_BACKWARD = ("loop", "condition", "associated", "attended", "branch_in_scan")
 """Programs that torch cannot differentiate, by the beginning of their names."""
 
 
@@ -211,7 +254,7 @@ def test_inductor_compiles_them(name: str) -> None:
 
 
 @pytest.mark.falls_back
-@pytest.mark.parametrize("name", ["scanned", "looped", "associated"])
+@pytest.mark.parametrize("name", ["scanned", "looped", "associated", "branch"])
 def test_loops_run_if_the_graph_falls_back(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> PassResult:
         raise RuntimeError("no casts today")
