@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from amp_fx import stats as stats
     from amp_fx import weight_cache
+    from amp_fx.accelerators.conformance import conformance
+    from amp_fx.accelerators.report import ConformanceReport
     from amp_fx.backend.pipeline import register_pass
     from amp_fx.drawing.draw import draw
     from amp_fx.eager.custom_function import custom_bwd, custom_fwd
@@ -44,6 +46,7 @@ __all__ = [
     "AccuracyReport",
     "AuditReport",
     "CastPolicy",
+    "ConformanceReport",
     "Explanation",
     "GradScaler",
     "Keep",
@@ -58,6 +61,7 @@ __all__ = [
     "audit",
     "autocast",
     "compile",
+    "conformance",
     "custom_bwd",
     "custom_fwd",
     "draw",
@@ -84,6 +88,7 @@ _MODULES = {
     "AccuracyReport": "amp_fx.numerics.report",
     "AuditReport": "amp_fx.numerics.audit.report",
     "CastPolicy": "amp_fx.tables.cast_policy",
+    "ConformanceReport": "amp_fx.accelerators.report",
     "Explanation": "amp_fx.explanation.explanation",
     "GradScaler": "amp_fx.grad_scaler",
     "Keep": "amp_fx.weights.keep",
@@ -97,6 +102,7 @@ _MODULES = {
     "audit": "amp_fx.numerics.audit.entry",
     "autocast": "amp_fx.eager.region",
     "compile": "amp_fx.front.compile",
+    "conformance": "amp_fx.accelerators.conformance",
     "custom_bwd": "amp_fx.eager.custom_function",
     "custom_fwd": "amp_fx.eager.custom_function",
     "draw": "amp_fx.drawing.draw",

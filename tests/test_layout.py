@@ -30,7 +30,7 @@ ORDER = (
     ("front", "grad_scaler"),
     ("exporting",),
     ("explanation", "integrations"),
-    ("numerics", "stored"),
+    ("numerics", "stored", "accelerators"),
     ("drawing",),
     ("commands",),
     ("__main__", "pytest"),

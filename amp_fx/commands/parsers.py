@@ -247,6 +247,51 @@ def add_diff(subparsers: Subparsers) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
 
 
+_CONFORMANCE = """\
+examples:
+  python -m amp_fx conformance cpu
+  python -m amp_fx conformance my_device --import my_device
+  python -m amp_fx conformance my_device --import my_device --dtype bfloat16 --json
+
+The exit code is 1 if the device does not conform.
+"""
+
+
+def add_conformance(subparsers: Subparsers) -> None:
+    """Adds the parser of ``conformance``."""
+    parser = subparsers.add_parser(
+        "conformance",
+        help="check the autocast of a new device",
+        description="Compares the autocast of an installed device with a policy, op by op, and\n"
+        "checks regions, custom functions, checkpoints, gradients and GradScaler.",
+    )
+    parser.add_argument("device", help="device type, such as cuda or the name of a new device")
+    _add_imports(parser)
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        help="bfloat16 or float16; repeat for several; default: those that the device supports",
+    )
+    parser.add_argument(
+        "--policy",
+        default="torch",
+        help="name of a preset or a policy file, with the lists of the device; default: torch",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+
+
+def _add_imports(parser: argparse.ArgumentParser) -> None:
+    """Adds the argument for packages of devices."""
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="the device's package, if torch does not import it by itself; may be repeated",
+    )
+
+
 POLICY_EXAMPLES = """\
 examples:
   python -m amp_fx policy                       every op with a policy, by device
@@ -318,6 +363,7 @@ ADD = {
     "audit": (add_audit, _AUDIT),
     "verify": (add_verify, _VERIFY),
     "diff": (add_diff, _DIFF),
+    "conformance": (add_conformance, _CONFORMANCE),
     "policy": (add_policy, POLICY_EXAMPLES),
     "build": (add_build, _BUILD),
     "env": (add_env, ""),

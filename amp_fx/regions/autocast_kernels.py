@@ -74,7 +74,7 @@ def add_kernels_of_device(device_type: str) -> None:
 
 
 def _add_kernel(name: str, device_type: str) -> None:
-    op, key = _find_op(name), autocast_key(device_type)
+    op, key = find_op(name), autocast_key(device_type)
     with _lock:
         if op is None or has_kernel_for(name, key):
             return
@@ -83,7 +83,7 @@ def _add_kernel(name: str, device_type: str) -> None:
         _libraries[device_type, qualified_name(op)] = library
 
 
-def _find_op(name: str) -> OpOverload | None:
+def find_op(name: str) -> OpOverload | None:
     """Returns a registered functional op by its qualified overload name, or None."""
     qualified, _, overload = name.partition(".")
     namespace, _, packet = qualified.partition("::")

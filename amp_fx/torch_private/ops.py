@@ -45,6 +45,11 @@ def has_kernel_for(name: str, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
 
+def ops_with_kernel_for(key: str) -> list[str]:
+    """Returns the names of all ops that have a kernel for a dispatch key."""
+    return torch._C._dispatch_get_registrations_for_dispatch_key(key)
+
+
 def has_backend_fallback(key: torch._C.DispatchKey) -> bool:
     """Returns True if a dispatch key has a fallback kernel for ops without a kernel."""
     return torch._C._dispatch_has_backend_fallback(key)

@@ -46,6 +46,7 @@ def test_kernels_are_found_by_key() -> None:
     assert ops.has_kernel_for("aten::mm", "CPU")
     assert not ops.has_kernel_for("aten::mm", "CompositeImplicitAutograd")
     assert ops.has_kernel_for("aten::matmul", "CompositeImplicitAutograd")
+    assert {"aten::mm", "aten::matmul"} <= {*ops.ops_with_kernel_for("AutocastCPU")}
 
 
 def test_autocast_keys_have_a_fallback_and_come_first() -> None:

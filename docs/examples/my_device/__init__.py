@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("device.cpp")
 
 _cpp: Any = cpp_extension.load("my_device_cpp", [str(SOURCE)], extra_cflags=["-O1"])  # type: ignore[no-untyped-call]
+_initialized = True  # checkpoints save random states of devices that are
 
 
 def is_available() -> bool:
@@ -73,6 +74,44 @@ def _is_in_bad_fork() -> bool:
 def limit_memory(num_bytes: int) -> int:
     """Limits the memory of the device; returns the number of bytes in use."""
     return int(_cpp.limit_memory(num_bytes))
+
+
+# torch's recurrent cells call two fused kernels on accelerators. The CPU has none to fall back to.
+# (To train them, add their backward: _thnn_fused_lstm_cell_backward_impl and
+# _thnn_fused_gru_cell_backward.)
+
+
+@torch.library.impl("aten::_thnn_fused_lstm_cell", "PrivateUse1")
+def _lstm_cell(
+    inputs: torch.Tensor,
+    hidden: torch.Tensor,
+    cell: torch.Tensor,
+    input_bias: torch.Tensor | None = None,
+    hidden_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    gates = _biased(inputs, input_bias) + _biased(hidden, hidden_bias)
+    keep, forget, new, out = gates.chunk(4, 1)
+    cell = forget.sigmoid() * cell + keep.sigmoid() * new.tanh()
+    return out.sigmoid() * cell.tanh(), cell, gates
+
+
+@torch.library.impl("aten::_thnn_fused_gru_cell", "PrivateUse1")
+def _gru_cell(
+    inputs: torch.Tensor,
+    hidden: torch.Tensor,
+    state: torch.Tensor,
+    input_bias: torch.Tensor | None = None,
+    hidden_bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    reset, update, new = _biased(inputs, input_bias).chunk(3, 1)
+    old_reset, old_update, old = _biased(hidden, hidden_bias).chunk(3, 1)
+    candidate = (new + (reset + old_reset).sigmoid() * old).tanh()
+    share = (update + old_update).sigmoid()
+    return candidate + share * (state - candidate), inputs
+
+
+def _biased(gates: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return gates if bias is None else gates + bias
 
 
 torch.utils.rename_privateuse1_backend("my_device")  # type: ignore[no-untyped-call]

@@ -1,0 +1,1 @@
+"""Checks of new devices, and C++ that registers their autocast."""
