@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
-from amp_fx.graphs.bodies import graphs_in
 from amp_fx.graphs.locations import location_of, target_name
 from amp_fx.graphs.loops import restore_bodies
 from amp_fx.graphs.markers import surround

@@ -148,11 +148,11 @@ def scan_with_branch(net: Any, x: Tensor, restore: Restore) -> Any:
 
 
 def map_with_branch(net: Any, x: Tensor, restore: Restore) -> Any:
-    return map_rows(lambda row: branch(net, row, restore) * 2, x)
+    return map_rows(lambda row, *_: branch(net, row, restore) * 2, x)
 
 
 def loop_in_map(net: Any, x: Tensor, restore: Restore) -> Any:
-    return map_rows(lambda row: looped(net, row, restore)[1] * 2, x)
+    return map_rows(lambda row, *_: looped(net, row, restore)[1] * 2, x)
 
 
 def branch_in_scan_in_scan(net: Any, x: Tensor, restore: Restore) -> Any:
