@@ -127,9 +127,30 @@ def test_the_readme_is_one_screen_and_the_rest_is_linked() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) < 120
     first_screen = "\n".join(text.splitlines()[:40])
-    for part in ("```python", "| GPT-2 small, one token |", "docs/assets/attention.svg"):
+    for part in ("```python", "| GPT-2 small, one token", "docs/assets/attention.svg"):
         assert part in first_screen
     assert "docs/assets/attention.svg" in text
+
+
+def test_the_times_of_the_readme_are_those_of_the_benchmarks() -> None:
+    """Both come from one run; the home page includes the README's table."""
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    measured: dict[str, set[str]] = {}
+    for line in (
+        page.split("### AVX512 with bfloat16 units", 1)[1].split("\n### ", 1)[0].splitlines()
+    ):
+        name, *cells = line.strip("| ").replace("*", "").split(" | ")
+        measured.setdefault(name, set()).update(cells)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = readme.split("[start:times]", 1)[1].split("[end:times]", 1)[0]
+    rows = [line.strip("| ") for line in table.splitlines() if line.startswith("|")][2:]
+    assert rows
+    for row in rows:
+        name, *times, errors = row.replace("*", "").split(" | ")
+        assert {*times, *errors.split(", ")} <= measured[name], row
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    assert '--8<-- "README.md:times"' in index
+    assert " ms |" not in index
 
 
 @pytest.mark.parametrize(
