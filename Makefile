@@ -72,14 +72,15 @@ pictures: $(READY)
 	$(BIN)/python docs/pictures.py
 
 # Another torch, in an environment beside the tree: `make torch-env TORCH=2.15.0`, then
-# `make test-torch TORCH=2.15.0 ARGS=tests/policies`.
+# `make test-torch TORCH=2.15.0 ARGS=tests/policies`. TORCH=nightly takes the newest, if PIP_PRE=1 and
+# PIP_EXTRA_INDEX_URL is PyTorch's index of nightly builds.
 TORCH ?= 2.15.0
 OTHER := ../torch-$(TORCH)
 
 torch-env:
 	$(PYTHON) -m venv $(OTHER)
 	grep -Ev '^(torch|triton|setuptools|nvidia-.*|cuda-.*)==' constraints.txt > $(OTHER)/constraints.txt
-	$(OTHER)/bin/pip install -qq --disable-pip-version-check -c $(OTHER)/constraints.txt torch==$(TORCH) -e ".[dev,test]"
+	$(OTHER)/bin/pip install -qq --disable-pip-version-check -c $(OTHER)/constraints.txt torch$(if $(filter nightly,$(TORCH)),,==$(TORCH)) -e ".[dev,test]"
 
 test-torch:
 	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n $(WORKERS) $(ARGS)
