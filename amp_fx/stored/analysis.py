@@ -1,222 +1,37 @@
 """Determines which weights of a model may be stored low, and reasons against the others.
 
-A graph contains what Dynamo captured. The uncompiled program may read weights differently: in
-kernels for whole layers, in branches on ``torch.compiler.is_compiling()``, or in code that Dynamo
-skips. A stand-in of the program is therefore also run eagerly, under a dispatch mode that inspects
-every op below autocast.
+Candidates are the weights that every captured graph reads through casts only. A graph does not show
+all reads: a program has other branches for ``torch.compiler.is_compiling()``, and code that Dynamo
+skips. A copy of the program is therefore run eagerly, under a dispatch mode that sees every op
+below autocast. A second copy is run with low candidates. Those that change a bit of the results
+stay, because the program depends on their dtype.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from amp_fx.dtypes import dtype_name, is_low
+from amp_fx.dtypes import dtype_name
 from amp_fx.errors import UnsupportedError
-from amp_fx.explanation.entry import NEEDS_NUMBERS, ExplainRequest, capture_call
-from amp_fx.explanation.recorder import weights_of
-from amp_fx.explanation.running import fake_stand_in, module_tensors, real_stand_in, shared_weights
-from amp_fx.graphs.casts import is_widening
+from amp_fx.explanation.entry import explain
+from amp_fx.explanation.running import fake_stand_in, leaf_tensors, module_tensors, real_stand_in
 from amp_fx.graphs.values import storage_id, tensors_in
 from amp_fx.policies.calls import TO_COPY
 from amp_fx.random_states import random_states_kept
-from amp_fx.torch_private import pytree
 from amp_fx.torch_private.autograd import is_functorch_wrapped_tensor
 from amp_fx.torch_private.fake_tensors import FakeTensor
 from amp_fx.torch_private.modes import TorchDispatchMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
-    from amp_fx.explanation.running import StandIn
     from amp_fx.policies.policy import Policy
-
-
-@dataclasses.dataclass(frozen=True)
-class SeenCall:
-    """One call of an op. Calls compare equal by ``text``.
-
-    Attributes:
-        text: The op and its arguments; weights are represented by name, other tensors by dtype.
-        weights: The weights that it reads, directly or through casts.
-    """
-
-    text: str
-    weights: frozenset[str] = dataclasses.field(compare=False)
-
-
-class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that records reads of weights and all other calls.
-
-    Weights that share memory are recorded under one of their names.
-
-    Attributes:
-        dtypes: For each weight, the dtypes of its casts.
-        others: For each weight that is written or read without a cast, one op that does so.
-        calls: All calls except casts of float32 weights and lossless casts back and forth. These
-            lists are equal if a program performs the same computation on weights of another dtype.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.dtypes: dict[str, set[torch.dtype]] = {}
-        self.others: dict[str, str] = {}
-        self.calls: list[SeenCall] = []
-        self._names = {storage_id(tensor): name for name, tensor in weights.items()}
-        self._casts: dict[int, str] = {}
-        self._widened: dict[int, torch.dtype] = {}
-        self._results: list[torch.Tensor] = []  # referenced so that storage ids are not reused
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        read = [t for t in _plain_tensors(args, kwargs) if storage_id(t) in self._names]
-        is_cast = bool(read) and _is_plain_cast(func, kwargs)
-        is_cast = is_cast and read[0].dtype == torch.float32 and is_low(kwargs["dtype"])
-        if not (is_cast or _reads_metadata(func) or self._is_lossless(func, args, kwargs)):
-            self.calls.append(self._as_call(func, args, kwargs))
-        result = func(*args, **kwargs)
-        if is_cast:
-            name = self._names[storage_id(read[0])]
-            self.dtypes.setdefault(name, set()).add(result.dtype)
-            self._casts[storage_id(result)] = name
-            self._results.append(result)
-        elif _is_plain_cast(func, kwargs) and is_widening(args[0].dtype, result.dtype):
-            self._widened[storage_id(result)] = args[0].dtype
-            self._results.append(result)
-        elif not (_is_view(func, read, result) or _reads_metadata(func)):
-            for tensor in read:
-                self.others.setdefault(self._names[storage_id(tensor)], str(func))
-        return result
-
-    def reasons(self, names: Iterable[str], dtype: torch.dtype) -> dict[str, str]:
-        """Returns the reasons of this run against storing weights in a dtype, or ``""``."""
-        return {name: self._reason(name, dtype) for name in names}
-
-    def _reason(self, name: str, dtype: torch.dtype) -> str:
-        if name in self.others:
-            return f"read without a cast: {self.others[name].removesuffix('.default')}"
-        dtypes = self.dtypes.get(name, set())
-        others = ", ".join(sorted(dtype_name(d) for d in dtypes - {dtype}))
-        if others:
-            return f"read in {others}"
-        return "" if dtypes else _UNREAD
-
-    def record_outputs(self, outputs: Any) -> None:
-        """Records the weights among the outputs of the program."""
-        for tensor in _plain_tensors(pytree.tree_leaves(outputs)):
-            if storage_id(tensor) in self._names:
-                self.others[self._names[storage_id(tensor)]] = "the model's output"
-
-    def _is_lossless(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Returns True if a call widens a tensor, or casts a widened tensor back.
-
-        A widened tensor that was written cannot be cast back without loss.
-        """
-        tensors = _plain_tensors(args, kwargs)
-        if not _is_plain_cast(func, kwargs) or not tensors:
-            if getattr(getattr(func, "_schema", None), "is_mutable", True):
-                for tensor in tensors:
-                    self._widened.pop(storage_id(tensor), None)
-            return False
-        source, dtype = tensors[0], kwargs["dtype"]
-        return is_widening(source.dtype, dtype) or self._widened.get(storage_id(source)) == dtype
-
-    def _as_call(self, func: Any, args: Any, kwargs: Any) -> SeenCall:
-        texts, weights = [str(func)], set()
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            if isinstance(leaf, torch.Tensor):
-                name = self._weight(leaf)
-                weights.add(name)
-                texts.append(f"{name or leaf.dtype}{tuple(leaf.shape)}")
-            else:
-                texts.append(repr(leaf))
-        return SeenCall(" ".join(texts), frozenset(weights - {""}))
-
-    def _weight(self, leaf: torch.Tensor) -> str:
-        """Returns the weight that a tensor is a view or cast of; ``""`` if there is none."""
-        if not _has_storage(leaf):
-            return ""
-        storage = storage_id(leaf)
-        return self._names.get(storage) or self._casts.get(storage, "")
-
-
-class DtypeQueries(TorchFunctionMode):
-    """Function mode that records the weights whose dtype Python code reads.
-
-    Attributes:
-        names: Names of these weights.
-    """
-
-    def __init__(self, weights: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-        self._names_by_id = {id(tensor): name for name, tensor in weights.items()}
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _DTYPE_QUERIES:
-            self.names.update(self._names_by_id[id(a)] for a in args if id(a) in self._names_by_id)
-        return func(*args, **(kwargs or {}))
-
-
-_DTYPE_QUERIES = (
-    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.itemsize.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.nbytes.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.to,
-    torch.Tensor.type,
-    torch.Tensor.type_as,
-    torch.Tensor.element_size,
-    torch.Tensor.float,
-)
-
-
-def _plain_tensors(*values: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors_in(*values) if _has_storage(tensor)]
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)
-
-
-def _is_plain_cast(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    passed = {name for name, value in kwargs.items() if value is not None}
-    return func is TO_COPY and passed == {"dtype"}
-
-
-def _is_view(func: Any, read: list[torch.Tensor], result: Any) -> bool:
-    """Returns True if a call only returns views of the weights that it reads."""
-    schema = getattr(func, "_schema", None)
-    results = tensors_in(result)
-    if schema is None or schema.is_mutable or not results:
-        return False
-    return {storage_id(t) for t in results} <= {storage_id(t) for t in read}
-
-
-def _reads_metadata(func: Any) -> bool:
-    """Returns True if an op reads the metadata of a tensor but not its elements."""
-    name = str(func).partition(".default")[0]
-    return name.startswith(("prim.", "aten.sym_")) or name in _METADATA_OPS
-
-
-_METADATA_OPS = frozenset(
-    {
-        "aten.dim",
-        "aten.size",
-        "aten.stride",
-        "aten.numel",
-        "aten.is_contiguous",
-        "aten.is_strides_like_format",
-    }
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,112 +55,68 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def store(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Converts a tensor in place."""
+    with torch.no_grad():
+        tensor.data = tensor.data.to(dtype)
+
+
 def reasons_to_stay(call: Call) -> dict[str, str]:
-    """Returns the reason against storing each weight low; ``""`` if there is none."""
+    """Returns the reason against storing each weight low; ``""`` if there is none.
+
+    Raises:
+        UnsupportedError: The model does not run in the region.
+    """
+    reasons = _reasons_of_modules(call.model)
+    reads = _Reads(call.dtype)
     try:
-        try:
-            return _reasons(call, _fake)
-        except (*NEEDS_NUMBERS, _EagerError):
-            if real_stand_in(call.model, call.args, call.kwargs, _fake(call)) is None:
-                raise
-        return _reasons(call, _real)
-    except (*NEEDS_NUMBERS, _EagerError) as error:
+        results = _run(call, [], reads)
+    except Exception as error:
         raise UnsupportedError(
             f"{type(call.model).__name__} does not run in a {dtype_name(call.dtype)} region with "
-            f"these arguments: {error}"
+            f"these arguments: {type(error).__name__}: {error}"
         ) from error
+    for name, reason in reasons.items():
+        reasons[name] = reason or reads.reasons.get(name, "not read in this call")
+    if "" in reasons.values():
+        by_graph = _reasons_of_graphs(call)
+        reasons = {name: reason or by_graph.get(name, "") for name, reason in reasons.items()}
 
+    def changes(low: list[str]) -> bool:
+        try:
+            found = _run(call, low, _Reads(call.dtype))
+            torch.testing.assert_close(found, results, rtol=0, atol=0, equal_nan=True)
+        except Exception:  # noqa: BLE001 - a program may raise anything for another dtype
+            return True
+        return False
 
-class _EagerError(Exception):
-    """Raised if a stand-in does not run uncompiled; some ops reject fake tensors."""
-
-
-def _fake(call: Call) -> StandIn:
-    return fake_stand_in(call.model, call.args, call.kwargs, call.device_type)
-
-
-def _real(call: Call) -> StandIn:
-    stand_in = real_stand_in(call.model, call.args, call.kwargs, _fake(call))
-    assert stand_in is not None, "checked by reasons_to_stay"
-    return stand_in
-
-
-def _reasons(call: Call, make: Callable[[Call], StandIn]) -> dict[str, str]:
-    """Returns the reasons against storing weights low.
-
-    Runs stand-ins with the original weights, then stand-ins with low weights. If the latter perform
-    other calls, excludes the weights in these calls and tries again.
-    """
-    reasons = _module_reasons(call.model)
-    compiled, from_graphs = _compiled_run(call, make(call))
-    reasons = _first_of(reasons, from_graphs)
-    if not _low(reasons):
-        return reasons
-    runs = [_eager_run(call, make(call), has_gradients=mode) for mode in (False, True)]
-    for reads, _ in runs:
-        reasons = _first_of(reasons, reads.reasons(reasons, call.dtype))
-    before = [compiled.calls, *(reads.calls for reads, _ in runs)]
-    queried = {name for _, names in runs for name in names}
-    for _ in range(_MAX_TRIES):
-        differing = _differing(call, reasons, before, make)
-        if not differing:
-            return reasons
-        low = {*_low(reasons)}
-        _exclude(reasons, differing & low or queried & low or low)
-    _exclude(reasons, reasons)
+    for name in _bisect([name for name, reason in reasons.items() if not reason], changes):
+        reasons[name] = "the program depends on its dtype"
     return reasons
 
 
-_MAX_TRIES = 4
-"""Maximum number of exclusions before all weights are excluded."""
+def _bisect(names: list[str], changes: Callable[[list[str]], bool]) -> list[str]:
+    """Returns names without which the others change nothing: few, if few change something."""
+    if not names or not changes(names):
+        return []
+    if len(names) == 1:
+        return names
+    middle = len(names) // 2
+    found = [*_bisect(names[:middle], changes), *_bisect(names[middle:], changes)]
+    # Some names only change something together.
+    is_complete = not changes([name for name in names if name not in found])
+    return found if is_complete else names
 
 
-def _exclude(reasons: dict[str, str], names: Iterable[str]) -> None:
-    for name in names:
-        reasons[name] = reasons[name] or "the program depends on its dtype"
-
-
-def _differing(
-    call: Call,
-    reasons: Mapping[str, str],
-    before: list[list[SeenCall]],
-    make: Callable[[Call], StandIn],
-) -> set[str]:
-    """Returns the weights in calls that change if weights are stored low.
-
-    Contains ``""`` if a call without weights changes.
-    """
-    if not _low(reasons):
-        return set()
-    differing: set[str] = set()
-    for old, new in zip(before, _calls_stored(call, _low(reasons), make), strict=True):
-        matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
-        for kind, *bounds in matcher.get_opcodes():
-            if kind != "equal":
-                first, last, start, stop = bounds
-                for changed in (*old[first:last], *new[start:stop]):
-                    differing |= changed.weights or {""}
-    return differing
-
-
-def _first_of(reasons: Mapping[str, str], more: Mapping[str, str]) -> dict[str, str]:
-    return {name: reason or more.get(name, "") for name, reason in reasons.items()}
-
-
-def _low(reasons: Mapping[str, str]) -> list[str]:
-    return [name for name, reason in reasons.items() if not reason]
-
-
-def _module_reasons(model: nn.Module) -> dict[str, str]:
-    """Returns the reasons that follow from the modules, without running the model."""
+def _reasons_of_modules(model: nn.Module) -> dict[str, str]:
     weights = named_weights(model)
-    distinct = {id(t): t for t in module_tensors(model)}
-    num_tensors = Counter(storage_id(tensor) for tensor in distinct.values())
-    num_names = Counter(storage_id(tensor) for tensor in weights.values() if _is_plain(tensor))
-    reasons = {}
+    # A tensor of its own is counted once as a weight, and once among the tensors of modules.
+    counts = Counter(map(storage_id, [*weights.values(), *module_tensors(model)]))
+    reasons = dict.fromkeys(weights, "")
     for name, tensor in weights.items():
         owner = model.get_submodule(name.rpartition(".")[0])
-        if not _is_plain(tensor):
+        is_plain = type(tensor) in (nn.Parameter, torch.Tensor, nn.Buffer, FakeTensor)
+        if not is_plain or tensor.layout is not torch.strided:
             layout = str(tensor.layout).removeprefix("torch.")
             reasons[name] = f"is a {type(tensor).__name__}, {layout}"
         elif tensor.dtype != torch.float32:
@@ -354,85 +125,108 @@ def _module_reasons(model: nn.Module) -> dict[str, str]:
             reasons[name] = "belongs to a parametrization"
         elif owner._forward_hooks or owner._forward_pre_hooks:
             reasons[name] = "its module has hooks"
-        elif max(num_names[storage_id(tensor)], num_tensors[storage_id(tensor)]) > 1:
+        elif counts[storage_id(tensor)] > 2:
             reasons[name] = "tied, or shares memory with another tensor"
-        else:
-            reasons[name] = ""
     return reasons
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    is_tensor_or_parameter = type(tensor) in (nn.Parameter, torch.Tensor, nn.Buffer)
-    is_fake = isinstance(tensor, FakeTensor)
-    return (is_tensor_or_parameter or is_fake) and tensor.layout is torch.strided
-
-
-def _compiled_run(call: Call, stand_in: StandIn) -> tuple[Reads, dict[str, str]]:
-    """Returns the calls of the compiled program without gradients, and reasons from its graphs."""
-    weights = named_weights(_module(stand_in))
-    reads = Reads(weights)
-    request = ExplainRequest(call.dtype, call.policy, options={"weight_cache": False})
+def _reasons_of_graphs(call: Call) -> dict[str, str]:
+    """Returns the reasons of weights that the graphs of the compiled program read."""
+    explain_call = explain(
+        call.model,
+        dtype=call.dtype,
+        policy=call.policy,
+        device_type=call.device_type,
+        options={"weight_cache": False},
+    )
     with torch.no_grad(), call.region():
-        capture = capture_call(stand_in, request, lambda: reads)
-    reasons = dict.fromkeys(weights, _UNREAD)
-    for graph in capture.graphs:
-        for weight in weights_of(graph):
+        explanation = explain_call(*call.args, **call.kwargs)
+    reasons: dict[str, str] = {}
+    for graph in explanation.forward:
+        for weight in graph.weights:
             is_low = weight.low_dtype == dtype_name(call.dtype)
-            is_low_everywhere = is_low and reasons[weight.path] in ("", _UNREAD)
-            reasons[weight.path] = "" if is_low_everywhere else _READ_WITHOUT_CAST
-    if not capture.is_whole:  # Python code between the graphs may have read weights
-        reasons = _first_of(reasons, reads.reasons(reasons, call.dtype))
-    reasons |= dict.fromkeys(shared_weights(stand_in.program, capture.outputs), _RETURNED)
-    has_fallback = any(graph.fallback for graph in capture.graphs)
-    capture.release()
-    return reads, dict.fromkeys(weights, _FALLBACK) if has_fallback else reasons
+            reasons[weight.path] = reasons.get(weight.path) or (
+                "" if is_low else "read without a cast"
+            )
+    if any(graph.fallback for graph in explanation.graphs):
+        return dict.fromkeys(reasons, "fallback: other code may read it")
+    return reasons
 
 
-_UNREAD = "not read in this call"
-_READ_WITHOUT_CAST = "read without a cast"
-_RETURNED = "returned by the model"
-_FALLBACK = "fallback: other code may read it"
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode that records how a program reads weights.
+
+    Attributes:
+        names: Names of the weights by storage.
+        reasons: For each weight that is read, the reason against storing it low, or ``""``.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: dict[int, str] = {}
+        self.reasons: dict[str, str] = {}
+        self._dtype = dtype
+
+    def add(self, tensors: Iterable[torch.Tensor], reason: str) -> None:
+        """Adds a reason against the weights among some tensors; the first reason counts."""
+        for tensor in tensors:
+            name = self.names.get(_storage_of(tensor))
+            if name is not None:
+                self.reasons[name] = self.reasons.get(name) or reason
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = tensors_in(args, kwargs)
+        result = func(*args, **kwargs)
+        results = tensors_in(result)
+        if func is TO_COPY and kwargs.get("dtype") is self._dtype:
+            self.add(tensors, "")
+            return result
+        is_view = {*map(_storage_of, results)} & {*map(_storage_of, tensors)}
+        # Without results, the op of a fake tensor only reads its metadata.
+        is_metadata = not results and any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        schema = getattr(func, "_schema", None)
+        if not (is_view or is_metadata) or schema is None or schema.is_mutable:
+            self.add(tensors, f"read without a cast: {str(func).removesuffix('.default')}")
+        return result
 
 
-def _module(stand_in: StandIn) -> nn.Module:
-    assert isinstance(stand_in.program, nn.Module)
-    return stand_in.program
+def _storage_of(tensor: torch.Tensor) -> int:
+    return 0 if is_functorch_wrapped_tensor(tensor) else storage_id(tensor)
 
 
-def _eager_run(call: Call, stand_in: StandIn, *, has_gradients: bool) -> tuple[Reads, set[str]]:
-    """Returns the calls of eager code in the region, and the weights whose dtype it reads."""
-    weights = named_weights(_module(stand_in))
-    reads, queries = Reads(weights), DtypeQueries(weights)
-    fake_mode = stand_in.fake_mode or contextlib.nullcontext()
-    gradients = torch.enable_grad() if has_gradients else torch.no_grad()
-    with random_states_kept(), fake_mode, call.region(), gradients, reads, queries:
-        try:
-            reads.record_outputs(stand_in.program(*stand_in.args, **stand_in.kwargs))
-        except NEEDS_NUMBERS:
-            raise
-        except Exception as error:
-            raise _EagerError(f"{type(error).__name__}: {error}") from error
-    return reads, queries.names
+def _run(call: Call, low: list[str], reads: _Reads) -> list[torch.Tensor]:
+    """Runs a copy of the program without and with gradients.
 
+    Args:
+        call: The call.
+        low: The weights to store low in the copy.
+        reads: The mode around the runs.
 
-def _calls_stored(
-    call: Call, names: list[str], make: Callable[[Call], StandIn]
-) -> list[list[SeenCall]]:
-    """Returns the calls of one compiled and two eager runs with weights stored low."""
-
-    def make_low() -> StandIn:
-        stand_in = make(call)
-        weights = named_weights(_module(stand_in))
-        for name in names:
-            store(weights[name], call.dtype)
-        return stand_in
-
-    compiled, _ = _compiled_run(call, make_low())
-    eager = [_eager_run(call, make_low(), has_gradients=mode) for mode in (False, True)]
-    return [compiled.calls, *(reads.calls for reads, _ in eager)]
-
-
-def store(tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Converts a tensor in place."""
-    with torch.no_grad():
-        tensor.data = tensor.data.to(dtype)
+    Returns:
+        The tensors that the program returns; meta tensors if they are fake.
+    """
+    given = call.model, call.args, call.kwargs
+    fake = fake_stand_in(*given, call.device_type)
+    stand_in = real_stand_in(*given, fake) or fake
+    program: Any = stand_in.program
+    weights = named_weights(program)
+    for name in low:
+        store(weights[name], call.dtype)
+    reads.names = {storage_id(tensor): name for name, tensor in weights.items()}
+    tensors: list[torch.Tensor] = []
+    for has_gradients in (False, True):
+        with (
+            random_states_kept(),
+            stand_in.fake_mode or contextlib.nullcontext(),
+            call.region(),
+            torch.set_grad_enabled(has_gradients),
+            reads,
+        ):
+            tensors += leaf_tensors(program(*stand_in.args, **stand_in.kwargs))
+    reads.add(tensors, "returned by the model")
+    if stand_in.fake_mode is None:
+        return tensors
+    return [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]

@@ -50,12 +50,12 @@ def store_low(
     do not pack these weights, which would take additional memory, unless
     ``options={"freezing": True}`` requests it.
 
-    The analysis runs compiled and eager code on fake tensors, before and after the conversion, and
-    excludes weights whose dtype changes the behavior of the program. A program that depends on
-    values of tensors is run on a copy. Only one call is analyzed, so pass representative arguments.
-    Tied weights, and weights of modules with hooks or parametrizations, are not converted; no
-    weight is if a graph falls back. ``model.state_dict()`` contains the low weights, and
-    ``load_state_dict`` rounds float32 weights.
+    The analysis explains the compiled program, and runs copies of the model eagerly, one at a time:
+    it finds reads without a cast, and excludes weights whose dtype changes a bit of the results. A
+    model on the ``meta`` device is run on fake tensors, which only shows dtypes and shapes. Only
+    one call is analyzed, so pass representative arguments. Tied weights, and weights of modules
+    with hooks or parametrizations, are not converted; no weight is if a graph falls back.
+    ``model.state_dict()`` contains the low weights, and ``load_state_dict`` rounds float32 weights.
 
     Args:
         model: A module in evaluation mode. For a compiled module, its original is converted.
@@ -135,7 +135,9 @@ def _store(
         weights=weights,
     )
     if not report.stored:
-        log.warning("no weight of %s was stored low: %s", report.model, _main_reason(weights))
+        main = max(weights, key=lambda weight: weight.bytes_before, default=None)
+        reason = "it has no weights" if main is None else main.reason
+        log.warning("no weight of %s was stored low: %s", report.model, reason)
     return report
 
 
@@ -176,10 +178,3 @@ def _replace(
             reason=reasons[name],
         )
     return tuple(records.values())
-
-
-def _main_reason(weights: tuple[StoredWeight, ...]) -> str:
-    """Returns the reason of the largest weight."""
-    if not weights:
-        return "it has no weights"
-    return max(weights, key=lambda weight: weight.bytes_before).reason
