@@ -323,6 +323,7 @@ def add_policy(subparsers: Subparsers) -> None:
         help=f"{', '.join(PRESETS)}, the lists of another torch (torch-2.13), or a policy file "
         "(*.toml); default: %(default)s",
     )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
 
 
 _BUILD = """\
