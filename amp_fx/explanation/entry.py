@@ -18,7 +18,7 @@ from amp_fx.devices.wide_products import described
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AmpFxError, OptionError, UnsupportedError
 from amp_fx.explanation.explanation import Explanation
-from amp_fx.explanation.reading import FlopMeter, GraphReader, clean_reason, region_names
+from amp_fx.explanation.reading import FlopMeter, GraphReader
 from amp_fx.explanation.recorder import cast_record, first_lines, opaque_records, read_graphs
 from amp_fx.explanation.records import CastRecord, GraphRecord
 from amp_fx.explanation.running import (
@@ -36,6 +36,7 @@ from amp_fx.front.settings import NOT_COMPILED, RegionSettings, policy_for, unwr
 from amp_fx.graphs.bodies import graphs_in
 from amp_fx.graphs.locations import module_types
 from amp_fx.graphs.metadata import CAST, SITE, STORED_LOW
+from amp_fx.graphs.reasons import clean_reason, region_names
 from amp_fx.graphs.records import AutocastSite
 from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured

@@ -18,7 +18,7 @@ from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.backend.disk_caches import without_autograd_cache
 from amp_fx.csrc import build
 from amp_fx.dtypes import dtype_name
-from amp_fx.explanation.reading import FlopMeter, GraphReader, clean_reason, kind_of, region_names
+from amp_fx.explanation.reading import FlopMeter, GraphReader, kind_of
 from amp_fx.explanation.records import (
     CastRecord,
     GraphRecord,
@@ -30,6 +30,7 @@ from amp_fx.graphs.bodies import copy_graph_module, graphs_in
 from amp_fx.graphs.casts import CONVERT, inserted_cast
 from amp_fx.graphs.locations import input_path, module_types
 from amp_fx.graphs.metadata import CAST, IS_CACHED
+from amp_fx.graphs.reasons import clean_reason, region_names
 from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import (
     detect_fake_mode,
