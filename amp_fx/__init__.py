@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from amp_fx.explanation.entry import explain
     from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.network import to_networkx
-    from amp_fx.exporting.entry import export, for_onnx, package
+    from amp_fx.exporting.entry import export, package
+    from amp_fx.exporting.onnx_file import for_onnx, to_onnx
     from amp_fx.front.compile import compile  # noqa: A004
     from amp_fx.grad_scaler import GradScaler
     from amp_fx.graphs.purity import register_pure_op
@@ -80,6 +81,7 @@ __all__ = [
     "search",
     "store_low",
     "to_networkx",
+    "to_onnx",
     "verify",
     "weight_cache",
 ]
@@ -108,7 +110,7 @@ _MODULES = {
     "draw": "amp_fx.drawing.draw",
     "explain": "amp_fx.explanation.entry",
     "export": "amp_fx.exporting.entry",
-    "for_onnx": "amp_fx.exporting.entry",
+    "for_onnx": "amp_fx.exporting.onnx_file",
     "fsdp_policy": "amp_fx.integrations.fsdp",
     "keep": "amp_fx.weights.keep",
     "package": "amp_fx.exporting.entry",
@@ -121,6 +123,7 @@ _MODULES = {
     "search": "amp_fx.numerics.search",
     "store_low": "amp_fx.stored.entry",
     "to_networkx": "amp_fx.explanation.network",
+    "to_onnx": "amp_fx.exporting.onnx_file",
     "verify": "amp_fx.numerics.verify",
 }
 """Modules that define the public names, imported at the first use of a name.

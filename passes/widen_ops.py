@@ -1,11 +1,18 @@
 """Computes ops in float32 and rounds the result if a runtime rejects low-precision inputs.
 
+Also casts the inputs of ops with a wider ``dtype``, which exporters apply to the rounded result.
+
 Before (PyTorch's kernels accept inputs of mixed dtypes; ONNX requires one type):
     %y         = aten.layer_norm(%x, [64], %weight, %bias)          # bfloat16, float32, float32
 After:
     %x_float32 = aten._to_copy(%x, dtype=torch.float32)
     %wide      = aten.layer_norm(%x_float32, [64], %weight, %bias)
     %y         = aten._to_copy(%wide, dtype=torch.bfloat16)
+
+Before and after, for a low ``%x``:
+    %y         = aten.softmax(%x, -1, torch.float32)
+    %x_float32 = aten._to_copy(%x, dtype=torch.float32)
+    %y         = aten.softmax(%x_float32, -1, torch.float32)
 
 Left unchanged: stored tensors and the dtypes of results; ops whose result is as wide as their
 widest input, which exporters can cast; casts; symbolic sizes.
@@ -51,10 +58,13 @@ class WidenOps:
     Attributes:
         dtypes: Low dtypes for which the runtime has no kernels: all ops on them are widened. Ops on
             other low dtypes are widened if they mix them with float32 and return a low result.
+        accepts_mixed_batch_norms: Whether the runtime has batch norms of low inputs with float32
+            statistics, as ONNX has since opset 15.
     """
 
     name: ClassVar[str] = "widen_ops"
     dtypes: tuple[torch.dtype, ...] = ()
+    accepts_mixed_batch_norms: bool = False
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``ops_widened``, also in bodies of ``cond``."""
@@ -76,7 +86,38 @@ class WidenOps:
         inputs = {t.dtype for source in node.all_input_nodes for t in _floating(source)}
         if not any(map(is_low, inputs)):
             return False
-        return not inputs.isdisjoint(self.dtypes) or _narrows(node, inputs)
+        if not inputs.isdisjoint(self.dtypes) or _has_wider_dtype(node):
+            return True
+        is_accepted = self.accepts_mixed_batch_norms and node.target in _BATCH_NORMS
+        return _narrows(node, inputs) and not is_accepted
+
+
+_aten = torch.ops.aten
+_BATCH_NORMS = (_aten._native_batch_norm_legit_no_training.default, _aten.batch_norm.default)
+_WITH_DTYPE = (
+    _aten.cumprod,
+    _aten.cumsum,
+    _aten.linalg_vector_norm,
+    _aten.log_softmax,
+    _aten.mean,
+    _aten.nansum,
+    _aten.norm,
+    _aten.prod,
+    _aten.softmax,
+    _aten.special_log_softmax,
+    _aten.special_softmax,
+    _aten.sum,
+)
+"""Ops that compute in their argument ``dtype``."""
+
+
+def _has_wider_dtype(node: fx.Node) -> bool:
+    """Returns True if a node computes in a wider dtype than that of its input."""
+    if getattr(node.target, "overloadpacket", None) not in _WITH_DTYPE:
+        return False
+    return any(map(is_low, (t.dtype for t in _floating(node.all_input_nodes[0])))) and not any(
+        map(is_low, (t.dtype for t in _floating(node)))
+    )
 
 
 def _floating(node: fx.Node) -> list[torch.Tensor]:

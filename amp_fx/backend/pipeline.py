@@ -22,6 +22,7 @@ from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.inline_regions import InlineRegions
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.mark_regions import MarkRegions
+from amp_fx.passes.open_float32_products import OpenFloat32Products
 from amp_fx.passes.quantize_products import QuantizeProducts
 from amp_fx.passes.reject_opaque_nodes import RejectOpaqueNodes
 from amp_fx.passes.restore_outputs import RestoreOutputs
@@ -54,6 +55,7 @@ PASSES: tuple[type[Pass], ...] = (
     FoldCasts,
     StoreWeightsLow,
     RejectOpaqueNodes,
+    OpenFloat32Products,
     WidenOps,
     WrapOpaqueNodes,
 )

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.commands.explain import load_with_inputs
-from amp_fx.errors import ArgumentTypeError, OptionError, UnsupportedError
-from amp_fx.exporting.entry import export, for_onnx, package
+from amp_fx.errors import ArgumentTypeError, OptionError
+from amp_fx.exporting.entry import export, package
+from amp_fx.exporting.onnx_file import to_onnx
 from amp_fx.exporting.program import weight_bytes
 
 if TYPE_CHECKING:
     import argparse
-    from pathlib import Path
 
     from torch.export import ExportedProgram
 
@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     program = export(
         model,
         inputs,
+        device_type=args.device_type or ("cuda" if args.runtime == "tensorrt" else None),
         dtype=args.dtype,
         policy=args.policy,
         output_dtype=args.output_dtype,
@@ -53,6 +54,8 @@ def _check_out(args: argparse.Namespace) -> None:
         )
     if args.package and args.out.suffix != ".pt2":
         raise OptionError(f"--package {args.out}: the path of a package must end in .pt2")
+    if args.runtime and args.out.suffix != ".onnx":
+        raise OptionError(f"--target {args.runtime}: the path {args.out} must end in .onnx")
 
 
 def _dynamic_shapes(dims: list[int], inputs: tuple[Any, ...]) -> Any:
@@ -75,20 +78,6 @@ def _write(program: ExportedProgram, args: argparse.Namespace) -> None:
     if args.package:
         package(program, args.out)
     elif args.out.suffix == ".onnx":
-        _write_onnx(program, args.out)
+        to_onnx(program, args.out, target=args.runtime or "onnxruntime")
     else:
         torch.export.save(program, args.out)
-
-
-def _write_onnx(program: ExportedProgram, path: Path) -> None:
-    try:
-        onnx_program = torch.onnx.export(for_onnx(program), dynamo=True, verbose=False)
-    except ImportError as error:
-        raise UnsupportedError(
-            f"ONNX needs more packages ({error}): pip install onnxscript"
-        ) from error
-    except torch.onnx.OnnxExporterError as error:
-        cause = error.__cause__ or error
-        raise UnsupportedError(f"ONNX cannot express this program: {cause}") from error
-    assert onnx_program is not None
-    onnx_program.save(path)

@@ -16,6 +16,7 @@ PICTURES = ".svg, .pdf, .png, .dot, .html"
 LEVELS = ("op", "module")
 OUTPUT_DTYPES = ("original", "autocast")
 WEIGHTS = ("low", "float32")
+TARGETS = ("onnxruntime", "tensorrt")
 PRESETS = (
     "torch",
     "ipex",
@@ -83,6 +84,8 @@ examples:
   python -m amp_fx export mypackage.models:make_model --input-shape 8,3,224,224 model.pt2
   python -m amp_fx export mypackage.models:GPT --input-shape 2,64:int64 --package gpt.pt2
   python -m amp_fx export mypackage.models:GPT --input-shape 2,64:int64 --dynamic 1 gpt.onnx
+  python -m amp_fx export mypackage.models:make_model --input-shape 8,3,224,224 \\
+      --target tensorrt --dtype float16 model.onnx
 
 The target is a module or a module class. A class or function without required arguments is called
 as a factory: it returns the model, or the model and a tuple of its inputs. The model is switched to
@@ -99,6 +102,15 @@ def add_export(subparsers: Subparsers) -> None:
     )
     _add_target(parser, "of a model or factory")
     parser.add_argument("out", type=Path, help="the file: .pt2 (torch.export.load) or .onnx")
+    parser.add_argument(
+        "--device-type", help="the device type to export for, such as cuda, which may be missing"
+    )
+    parser.add_argument(
+        "--target",
+        dest="runtime",
+        choices=TARGETS,
+        help="the runtime of an ONNX file; tensorrt implies --device-type cuda",
+    )
     parser.add_argument("--dtype", help="bfloat16 or float16; default: depends on the device")
     parser.add_argument("--policy", default="torch", help="name of a preset, or a policy file")
     parser.add_argument("--output-dtype", choices=OUTPUT_DTYPES, default="original")

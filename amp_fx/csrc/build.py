@@ -226,7 +226,7 @@ def _command(name: str, source: Path, folder: str) -> tuple[tuple[str, ...], Pat
     if is_gcc():
         options._cflags += GCC_FLAGS
     libraries = [name for name in options._libraries if "omp" not in name]
-    options._libraries = [*libraries, "torch_python"]
+    options._libraries = [*libraries, "torch_python", "c10"]
     builder = CppBuilder(name, str(source), options, folder)
     return tuple(shlex.split(builder.get_command_line())), Path(builder.get_target_file_path())
 

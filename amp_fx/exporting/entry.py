@@ -1,4 +1,4 @@
-"""``amp_fx.export``, ``amp_fx.package`` (AOTInductor) and ``amp_fx.for_onnx``."""
+"""``amp_fx.export`` and ``amp_fx.package`` (AOTInductor)."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.export import ExportedProgram
 
-from amp_fx.backend.pipeline import run_passes
 from amp_fx.backend.rewrite import graph_devices, start_state_on
+from amp_fx.csrc.guards import add_guards
 from amp_fx.errors import ArgumentTypeError, OptionError, UnsupportedError
-from amp_fx.exporting.program import clean, copied_graph, with_graph, written_inputs
+from amp_fx.exporting.other_device import check_inner_regions, check_region
+from amp_fx.exporting.program import check_program
 from amp_fx.exporting.rewriting import (
     ExportRegion,
     capture,
     devices_of,
     plain_output_dtypes,
     rewrite_program,
+    with_whole_networks,
     written_dtypes,
 )
 from amp_fx.front.settings import RegionSettings
 from amp_fx.options import Options
-from amp_fx.passes.widen_ops import WidenOps
 from amp_fx.progress import working
 from amp_fx.regions.state import AutocastState, no_autocast
+from amp_fx.torch_private.autocast import with_cuda_regions
 from amp_fx.weights.packed import batch_norm_folding
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from torch import nn
 
@@ -45,6 +47,7 @@ def export(
     args: tuple[Any, ...] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
+    device_type: str | None = None,
     dtype: torch.dtype | str | None = None,
     policy: Policy | str | os.PathLike[str] = "torch",
     output_dtype: str = "original",
@@ -66,6 +69,9 @@ def export(
             ``amp_fx.compile``.
         args: Tuple of example inputs, as for ``torch.export.export``; None for a program.
         kwargs: Example keyword inputs.
+        device_type: The device type that the program is for, such as ``"cuda"``; this machine need
+            not have one. The program has the casts of that device, and stays where the model is.
+            Defaults to the device type of the model.
         dtype: The dtype of low-precision ops, or its name. Defaults to the dtype of a region around
             the call, else the policy's, else ``amp_fx.options.default_dtype``.
         policy: The cast policy of each op: a ``Policy``, the name of a preset or the path of a
@@ -85,7 +91,8 @@ def export(
 
     Raises:
         ArgumentTypeError: The model is neither a module nor an exported program.
-        OptionError: An argument has an invalid value.
+        OptionError: An argument has an invalid value, or a region or the dtype of the policy is for
+            another device type than the program.
         PolicyError: The policy is invalid.
         UnsupportedError: The model calls an op that autocast bans on its device.
         UnsupportedError: Part of the model can only run under ``torch.autocast``. The message names
@@ -94,12 +101,16 @@ def export(
     """
     model, dtype, policy = _unwrapped(model, dtype, policy)
     options = _checked(dtype, policy, output_dtype, weights)
+    if device_type is not None and device_type not in options.policy.tables:
+        allowed = ", ".join(map(repr, options.policy.tables))
+        raise OptionError(f"device_type={device_type!r} is not one of {allowed}")
     if isinstance(model, ExportedProgram):
         if args is not None or kwargs is not None or dynamic_shapes is not None:
             raise OptionError(
                 "args, kwargs and dynamic_shapes do not apply to an exported program: omit them"
             )
-        return _export_program(model, options, stores_low=weights == "low")
+        with with_cuda_regions():
+            return _export_program(model, options, device_type, stores_low=weights == "low")
     if not isinstance(model, torch.nn.Module):
         raise ArgumentTypeError(
             f"amp_fx.export expects a torch.nn.Module or an exported program, got {model!r}"
@@ -109,15 +120,17 @@ def export(
             f"the example inputs must be a tuple or list, got {type(args).__name__}: write "
             "amp_fx.export(model, (x,))"
         )
-    return _export_module(
-        model,
-        tuple(args),
-        kwargs,
-        options,
-        stores_low=weights == "low",
-        dynamic_shapes=dynamic_shapes,
-        strict=strict,
-    )
+    with with_cuda_regions():
+        return _export_module(
+            model,
+            tuple(args),
+            kwargs,
+            options,
+            device_type,
+            stores_low=weights == "low",
+            dynamic_shapes=dynamic_shapes,
+            strict=strict,
+        )
 
 
 def _unwrapped(model: Any, dtype: Any, policy: Any) -> tuple[Any, Any, Any]:
@@ -142,9 +155,12 @@ def _checked(dtype: Any, policy: Any, output_dtype: Any, weights: Any) -> Option
 
 @working("exporting a program")
 def _export_program(
-    program: ExportedProgram, options: Options, *, stores_low: bool
+    program: ExportedProgram, options: Options, device_type: str | None, *, stores_low: bool
 ) -> ExportedProgram:
-    region = _region(graph_devices(program.graph_module), options, is_captured_inside=False)
+    devices = graph_devices(program.graph_module)
+    region = _region(devices, options, device_type, is_captured_inside=False)
+    if device_type is None:
+        check_inner_regions(program.graph_module, devices)
     if _restores_outputs(options):
         output_dtypes = plain_output_dtypes(program, region)
     else:
@@ -158,12 +174,17 @@ def _export_module(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None,
     options: Options,
+    device_type: str | None,
     *,
     stores_low: bool,
     **export_options: Any,
 ) -> ExportedProgram:
-    region = _region(devices_of(model, args, kwargs), options, is_captured_inside=True)
+    devices = devices_of(model, args, kwargs)
+    region = _region(devices, options, device_type, is_captured_inside=True)
+    export_options["device"] = region.device
     program = capture(model, args, kwargs, region.state, **export_options)
+    if device_type is None:
+        check_inner_regions(program.graph_module, devices)
     output_dtypes = written_dtypes(program)
     if _restores_outputs(options) and region.state.enabled:
         plain = capture(model, args, kwargs, None, **export_options)
@@ -177,50 +198,28 @@ def _export_module(
 
 
 def _region(
-    devices: set[torch.device], options: Options, *, is_captured_inside: bool
+    devices: set[torch.device],
+    options: Options,
+    device_type: str | None,
+    *,
+    is_captured_inside: bool,
 ) -> ExportRegion:
-    state = start_state_on(devices, options)
+    is_elsewhere = device_type is not None and {device_type} != {d.type for d in devices}
+    device = torch.device(device_type, 0) if device_type is not None and is_elsewhere else None
+    used = devices if device is None else {device}
+    check_region(used, options, is_chosen=device_type is not None)
+    if not {each.type for each in used} <= {"cpu"} and torch.version.cuda is None:
+        add_guards()
+    state = start_state_on(used, options)
+    if state.policy is not None:
+        state = state.with_policy(with_whole_networks(state.policy))
+    policy = state.policy or with_whole_networks(options.policy)
     is_bare = not is_captured_inside and not AutocastState.ambient().enabled
-    return ExportRegion(state, state.policy or options.policy, is_bare)
+    return ExportRegion(state, policy, is_bare, device)
 
 
 def _restores_outputs(options: Options) -> bool:
     return options.output_dtype == "original" and not AutocastState.ambient().enabled
-
-
-def for_onnx(
-    exported: ExportedProgram, *, without_kernels: Iterable[torch.dtype] = (torch.bfloat16,)
-) -> ExportedProgram:
-    """Converts a program for ``torch.onnx.export``.
-
-    Use it as ``torch.onnx.export(amp_fx.for_onnx(exported), dynamo=True)``. PyTorch's norms accept
-    low inputs with float32 weights, which ONNX does not support, and onnxruntime has no bfloat16
-    kernels on the CPU. Such ops compute in float32 and round their results, so results are equal up
-    to the order of sums. Weights remain stored low, so the file does not grow.
-
-    Args:
-        exported: A program, such as that of ``amp_fx.export``; it is not changed.
-        without_kernels: The low dtypes for which the runtime has no kernels. Pass ``()`` if it has
-            bfloat16 kernels (onnxruntime on CUDA).
-
-    Raises:
-        ArgumentTypeError: ``exported`` is not an exported program.
-    """
-    _check_program("for_onnx", exported)
-    with no_autocast():
-        exported = exported.run_decompositions({})  # only decomposes ops that write
-        gm = copied_graph(exported)
-        run_passes(gm, [WidenOps(tuple(without_kernels))], check=False)
-    clean(gm)
-    return with_graph(exported, gm, written_inputs(exported.graph_signature))
-
-
-def _check_program(function: str, program: object) -> None:
-    if not isinstance(program, ExportedProgram):
-        raise ArgumentTypeError(
-            f"amp_fx.{function} expects an exported program, got {type(program).__name__}: "
-            "create one with amp_fx.export(model, args)"
-        )
 
 
 SUFFIX = ".pt2"
@@ -258,7 +257,7 @@ def package(
         OptionError: The path does not end in ``.pt2``, or its folder does not exist.
         UnsupportedError: AOTInductor cannot compile the program. The message contains the reason.
     """
-    _check_program("package", exported)
+    check_program("package", exported)
     target = Path(path)
     if target.suffix != SUFFIX or not target.parent.is_dir():
         raise OptionError(

@@ -10,10 +10,11 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
+from amp_fx.errors import ArgumentTypeError
 from amp_fx.graphs.bodies import copy_graph_module, graphs_in
 from amp_fx.graphs.metadata import CAPTURED, EXAMPLE_VALUE, HAS_REWRITTEN_BODIES, OPAQUE, VERSION
 from amp_fx.graphs.sizes import num_bytes
-from amp_fx.graphs.values import storage_id, value_of
+from amp_fx.graphs.values import set_value, storage_id, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -35,6 +36,15 @@ def clean(gm: fx.GraphModule) -> None:
             for key in _TRANSIENT:
                 node.meta.pop(key.name, None)
             node.meta.pop("tensor_meta", None)
+
+
+def check_program(function: str, program: object) -> None:
+    """Raises an error if an argument of a function is not an exported program."""
+    if not isinstance(program, ExportedProgram):
+        raise ArgumentTypeError(
+            f"amp_fx.{function} expects an exported program, got {type(program).__name__}: "
+            "create one with amp_fx.export(model, args)"
+        )
 
 
 WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
@@ -127,6 +137,31 @@ def with_graph(
         constants=constants,
         verifiers=program.verifiers,
     )
+
+
+def without_gradients(program: ExportedProgram) -> ExportedProgram:
+    """Clears ``requires_grad`` of the weights of a new program, which it shares with another one.
+
+    Kernels of attention return other strides if gradients are needed, and a view of the result in
+    the program may be impossible.
+    """
+    weights: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
+
+    def detached(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        if id(tensor) not in weights:
+            weights[id(tensor)] = nn.Parameter(tensor.detach(), requires_grad=False)
+        return weights[id(tensor)]
+
+    for values in (program.state_dict, program.constants):
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                values[name] = detached(value)
+    for node in program.graph.find_nodes(op="placeholder"):
+        if isinstance(value_of(node), torch.Tensor):
+            set_value(node, value_of(node).detach())
+    return program
 
 
 def _copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -11,6 +11,7 @@ from torch import fx
 
 from amp_fx.backend.pipeline import run_passes, with_added
 from amp_fx.errors import UnsupportedError
+from amp_fx.exporting.other_device import captured_on, move
 from amp_fx.exporting.program import (
     REGION,
     WRITES,
@@ -36,6 +37,7 @@ from amp_fx.passes.restore_outputs import RestoreOutputs
 from amp_fx.passes.store_weights_low import StoreWeightsLow
 from amp_fx.regions.state import AutocastState, no_autocast
 from amp_fx.tables.cast_policy import CastPolicy
+from amp_fx.tables.recurrent import WHOLE_NETWORKS
 from amp_fx.torch_private import pytree
 from amp_fx.torch_private.autograd import is_functorch_wrapped_tensor
 
@@ -86,6 +88,7 @@ def capture(
     *,
     dynamic_shapes: Any,
     strict: bool,
+    device: torch.device | None = None,
 ) -> ExportedProgram:
     """Exports a model with ``torch.export``, outside of the calling thread's region.
 
@@ -97,9 +100,16 @@ def capture(
             no region.
         dynamic_shapes: As for ``torch.export.export``.
         strict: As for ``torch.export.export``.
+        device: The device of tensors in the program; None for that of the model.
     """
     disabled = AutocastState.ambient().turned_off()
-    with disabled.applied(), torch.no_grad(), _without_fast_path(), _called_in(model, state):
+    with (
+        disabled.applied(),
+        torch.no_grad(),
+        _without_fast_path(),
+        _called_in(model, state),
+        captured_on(device),
+    ):
         return torch.export.export(
             model,
             args,
@@ -180,11 +190,13 @@ class ExportRegion:
         state: The autocast state.
         policy: The policy.
         is_bare: Whether the program was captured outside of the region.
+        device: The device that the program is for, if its tensors are elsewhere.
     """
 
     state: AutocastState
     policy: Policy
     is_bare: bool
+    device: torch.device | None = None
 
     def turned_off(self) -> ExportRegion:
         """Returns the region with autocast disabled, so that only inner regions apply."""
@@ -212,7 +224,7 @@ def rewrite_program(
         UnsupportedError: Part of the program cannot be rewritten.
         PassError: A pass failed.
     """
-    gm = graph_to_rewrite(program)
+    gm = graph_to_rewrite(program, region.device)
     tensors = tensors_by_input(program)
     written = written_inputs(program.graph_signature)
     groups = tuple(
@@ -234,6 +246,8 @@ def rewrite_program(
     written |= {node.name for node in gm.graph.find_nodes(op="placeholder") if is_written(node)}
     gm.meta[REGION] = region
     clean(gm)
+    if region.device is not None:
+        move(gm, _device_of(program))
     return with_graph(program, gm, written)
 
 
@@ -248,7 +262,7 @@ def _reject_float8(gm: torch.fx.GraphModule) -> None:
 
 def plain_output_dtypes(program: ExportedProgram, region: ExportRegion) -> Dtypes:
     """Returns the dtypes of a program's outputs without a region around the program."""
-    gm = graph_to_rewrite(program)
+    gm = graph_to_rewrite(program, region.device)
     with no_autocast():
         run_passes(gm, _passes_to_casts(region.turned_off()))
     return _dtypes(value_of(o) if isinstance(o, fx.Node) else o for o in outputs_of(gm.graph))
@@ -267,13 +281,28 @@ def written_dtypes(program: ExportedProgram) -> Dtypes:
     )
 
 
-def graph_to_rewrite(program: ExportedProgram) -> fx.GraphModule:
+def _device_of(program: ExportedProgram) -> torch.device:
+    """Returns the device of a program's weights and example inputs, which must be one."""
+    leaves = pytree.tree_leaves((tensors_by_input(program), program.example_inputs))
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return devices.pop() if len(devices) == 1 else torch.device("cpu")
+
+
+def graph_to_rewrite(
+    program: ExportedProgram, device: torch.device | None = None
+) -> fx.GraphModule:
     """Copies a program's graph without assertions on dtypes that may change.
 
     ``torch.export`` inserts ``_assert_tensor_metadata``, with captured dtypes, before each ``to``.
+
+    Args:
+        program: The program.
+        device: The device of the copy's tensors; None for that of the program.
     """
     refuse_transforms(program)
     gm = copied_graph(program)
+    if device is not None:
+        move(gm, device)
     inputs = set(program.graph_signature.user_inputs)
     assertion = aten._assert_tensor_metadata.default
     for graph in graphs_in(gm):
@@ -281,6 +310,16 @@ def graph_to_rewrite(program: ExportedProgram) -> fx.GraphModule:
             if graph is not gm.graph or node.args[0].name not in inputs:
                 graph.erase_node(node)
     return gm
+
+
+def with_whole_networks(policy: Policy) -> Policy:
+    """Returns a policy that casts recurrent networks as a whole."""
+    tables = dict(policy.tables)
+    for device_type, networks in WHOLE_NETWORKS.items():
+        table = tables.get(device_type, {})
+        added = {op: table[part] for op, part in networks.items() if part in table}
+        tables[device_type] = {**added, **table}
+    return dataclasses.replace(policy, tables=tables)
 
 
 def _passes_to_casts(region: ExportRegion) -> tuple[Pass, ...]:

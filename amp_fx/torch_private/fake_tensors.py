@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import (
@@ -12,6 +16,14 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     unset_fake_temporarily,
 )
+from torch._subclasses.meta_utils import MetaTensorDescriber
+
+from amp_fx.replaced import replaced
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
 
 __all__ = (
     "DataDependentOutputException",
@@ -21,5 +33,22 @@ __all__ = (
     "UnsupportedFakeTensorException",
     "detect_fake_mode",
     "enable_python_dispatcher",
+    "fake_tensors_on",
     "unset_fake_temporarily",
 )
+
+
+@contextlib.contextmanager
+def fake_tensors_on(device: torch.device) -> Iterator[None]:
+    """Context in which fake tensors of real tensors, and new tensors, are on another device.
+
+    The machine need not have the device (``csrc.guards``). Relies on
+    ``MetaTensorDescriber.describe_tensor``, whose result has the device of the fake tensor.
+    """
+    describe = MetaTensorDescriber.describe_tensor
+
+    def describe_on_device(self: MetaTensorDescriber, t: torch.Tensor, **settings: Any) -> Any:
+        return dataclasses.replace(describe(self, t, **settings), device=device)
+
+    with replaced((MetaTensorDescriber, "describe_tensor", describe_on_device)), device:
+        yield

@@ -2,6 +2,24 @@
 
 from __future__ import annotations
 
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    GetAttrKey,
+    MappingKey,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 
-__all__ = ("tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten")
+__all__ = (
+    "GetAttrKey",
+    "MappingKey",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+)

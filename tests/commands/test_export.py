@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from amp_fx.commands import parsers
 from amp_fx.commands.cli import main
+from amp_fx.exporting.onnx_file import TARGETS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,11 +55,28 @@ def test_onnx(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.from_numpy(found), expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("onnxscript") is None, reason="needs onnxscript")
+def test_onnx_for_tensorrt(tmp_path: Path) -> None:
+    onnx = importlib.import_module("onnx")
+    path = tmp_path / "model.onnx"
+    options = ["--input-shape", "4,8", "--target", "tensorrt", "--dtype", "float16"]
+    assert main(["export", TARGET, *options, str(path)]) == 0
+    model = onnx.load(path)
+    onnx.checker.check_model(model, full_check=True)
+    metadata = {prop.key: prop.value for prop in model.metadata_props}
+    assert metadata["amp_fx.region"] == "cuda float16, policy 'torch'"
+
+
+def test_targets_are_those_of_to_onnx() -> None:
+    assert set(parsers.TARGETS) == set(TARGETS)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([TARGET, "--input-shape", "4,8", "model.txt"], "end in .pt2 or .onnx"),
         ([TARGET, "--input-shape", "4,8", "--package", "model.onnx"], "end in .pt2"),
+        ([TARGET, "--input-shape", "4,8", "--target", "tensorrt", "m.pt2"], "end in .onnx"),
         ([TARGET, "--input-shape", "4,8", "nowhere/model.pt2"], "in an existing folder"),
         ([TARGET, "model.pt2"], "needs inputs: pass their shapes"),
         (["torch:relu", "--input-shape", "4,8", "model.pt2"], "not a module"),

@@ -1,0 +1,329 @@
+"""``amp_fx.to_onnx``: files that are valid, and whose numbers are those of eager autocast.
+
+Numbers are checked node by node (``onnx_nodes``), since onnxruntime leaves out roundings.
+"""
+
+from __future__ import annotations
+
+import collections
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_fx
+from amp_fx.errors import ArgumentTypeError, OptionError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch.export import ExportedProgram
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+
+from tests.exporting import onnx_nodes  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning",
+    "ignore::DeprecationWarning",
+    "ignore:Mismatch dtype",
+    "ignore:The tensor attributes self.network._flat_weights",
+)
+LOW = (torch.float16, torch.bfloat16)
+DEVICES = ("cpu", "cuda")
+REASON = "amp_fx.reason"
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Any:
+    torch.manual_seed(1234)
+    torch.backends.mha.set_fastpath_enabled(False)  # eager code would take another path
+    yield
+    torch.backends.mha.set_fastpath_enabled(True)
+
+
+def written(program: ExportedProgram, folder: Path, target: str = "tensorrt") -> Any:
+    """The file of a program, which is valid: one float type per type variable."""
+    path = amp_fx.to_onnx(program, folder / "model.onnx", target=target)
+    model = onnx.load(path)
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+def ops(model: Any) -> collections.Counter[str]:
+    return collections.Counter(node.op_type for node in model.graph.node)
+
+
+def with_statistics(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            assert module.running_mean is not None
+            assert module.running_var is not None
+            module.running_mean.uniform_(-1, 1)
+            module.running_var.uniform_(0.5, 2)
+    return model.eval()
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def convolutions() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.GroupNorm(2, 8),
+        nn.Flatten(),
+        nn.Linear(128, 8),
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "mlp": (mlp, (4, 64)),
+    "convolutions": (convolutions, (2, 3, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("device_type", DEVICES)
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_of_the_program(
+    name: str, device_type: str, dtype: torch.dtype, target: str, tmp_path: Path
+) -> None:
+    make, shape = MODELS[name]
+    model, x = with_statistics(make()), torch.randn(shape)
+    program = amp_fx.export(model, (x,), device_type=device_type, dtype=dtype)
+    [found] = onnx_nodes.run(written(program, tmp_path, target), x)
+    torch.testing.assert_close(found, program.module()(x), rtol=0, atol=0)
+    if device_type == "cpu":
+        with torch.no_grad(), torch.autocast("cpu", dtype):
+            expected = model(x).float()
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("device_type", DEVICES)
+def test_products_are_low_for_tensorrt(
+    device_type: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    x = torch.randn(2, 3, 8, 8)
+    program = amp_fx.export(convolutions().eval(), (x,), device_type=device_type, dtype=dtype)
+    model = written(program, tmp_path)
+    assert model.opset_import[0].version >= 22
+    inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True)
+    types = {v.name: v.type.tensor_type.elem_type for v in inferred.graph.value_info}
+    low = {torch.float16: onnx.TensorProto.FLOAT16, torch.bfloat16: onnx.TensorProto.BFLOAT16}
+    products = [n for n in model.graph.node if n.op_type in ("Conv", "Gemm")]
+    assert {types[node.output[0]] for node in products} == {low[dtype]}
+    ends = [*model.graph.input, *model.graph.output]
+    assert {end.type.tensor_type.elem_type for end in ends} == {onnx.TensorProto.FLOAT}
+    weights = {i.data_type for i in model.graph.initializer if len(i.dims) > 1}
+    assert weights == {low[dtype]}
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_batch_norms_need_no_casts(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = convolutions()[:5]
+    program = amp_fx.export(model.eval(), (torch.randn(2, 3, 8, 8),), dtype=dtype)
+    assert ops(written(program, tmp_path)) == {
+        "Cast": 2,
+        "Conv": 2,
+        "BatchNormalization": 2,
+        "Relu": 1,
+    }
+
+
+class Wider(nn.Module):
+    """Ops that compute in float32 of a low input."""
+
+    def __init__(self, op: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.op = nn.Linear(8, 64), op
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(self.layer(x) * 8)
+
+
+WIDER: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda x: torch.softmax(x, -1, dtype=torch.float32),
+    "log_softmax": lambda x: torch.log_softmax(x, -1, dtype=torch.float32),
+    "mean": lambda x: x.mean(-1, dtype=torch.float32),
+    "sum": lambda x: x.sum(-1, dtype=torch.float32),
+    "sum_of_all": lambda x: x.sum(dtype=torch.float32),
+    "prod": lambda x: (x / 8).prod(-1, dtype=torch.float32),
+    "cumsum": lambda x: x.cumsum(-1, dtype=torch.float32),
+    "norm": lambda x: torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("target", ["tensorrt", "onnxruntime"])
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", WIDER)
+def test_a_wider_dtype_is_a_cast_before_the_op(
+    name: str, dtype: torch.dtype, target: str, tmp_path: Path
+) -> None:
+    model, x = Wider(WIDER[name]), torch.randn(4, 8)
+    program = amp_fx.export(model, (x,), dtype=dtype, output_dtype="autocast")
+    [found] = onnx_nodes.run(written(program, tmp_path, target), x)
+    with torch.no_grad(), torch.autocast("cpu", dtype):
+        expected = model(x)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("device_type", DEVICES)
+def test_a_policy_with_float32_results(device_type: str, tmp_path: Path) -> None:
+    model, x = mlp(), torch.randn(4, 64)
+    policy = amp_fx.preset("torch").with_modules({"0": "lower_precision_wide"})
+    program = amp_fx.export(
+        model, (x,), device_type=device_type, dtype=torch.float16, policy=policy
+    )
+    file = written(program, tmp_path)
+    assert ops(file)["MatMul"] == 1
+    [found] = onnx_nodes.run(file, x)
+    torch.testing.assert_close(found, program.module()(x), rtol=0, atol=1e-7)
+    weight = model[0].get_parameter("weight").half().float()
+    product = x.half().float() @ weight.mT
+    values, _ = onnx_nodes.values(file, x)
+    assert any(
+        v.dtype == torch.float32 and v.shape == product.shape and torch.allclose(v, product)
+        for v in values.values()
+    )
+
+
+def test_an_overflow_is_seen(tmp_path: Path) -> None:
+    """Onnxruntime computes float16 in float32 on the CPU, and sees no overflow."""
+
+    class Overflows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x) * 60000.0
+            result: Tensor = (y * 60000.0) * 1e-9
+            return result
+
+    model, x = Overflows(), torch.randn(2, 8)
+    program = amp_fx.export(model, (x,), dtype=torch.float16)
+    [found] = onnx_nodes.run(written(program, tmp_path), x)
+    assert not program.module()(x).isfinite().any()
+    assert not found.isfinite().any()
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: str, **settings: Any) -> None:
+        super().__init__()
+        self.network = getattr(nn, kind)(8, 16, **settings)
+        self.layer = nn.Linear(32 if settings.get("bidirectional") else 16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(self.network(x)[0])
+        return y
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}]
+)
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(
+    ("kind", "device_type"), [("LSTM", "cpu"), ("LSTM", "cuda"), ("GRU", "cuda")]
+)
+def test_recurrent_networks_are_one_op_per_layer(
+    kind: str, device_type: str, dtype: torch.dtype, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    model, x = Recurrent(kind, **settings).eval(), torch.randn(5, 3, 8)
+    program = amp_fx.export(model, (x,), device_type=device_type, dtype=dtype)
+    file = written(program, tmp_path)
+    assert ops(file)[kind] == settings.get("num_layers", 1)
+    [found] = onnx_nodes.run(file, x)
+    with torch.no_grad():
+        exact = model.double()(x.double())
+    error = (program.module()(x) - exact).abs().max()
+    assert (found - exact).abs().max() <= 2 * error
+
+
+def test_weights_that_require_gradients(tmp_path: Path) -> None:
+    """torch.onnx traces with gradients on, where attention with such a mask has other strides."""
+
+    class Biased(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.randn(1, 2, 8, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            heads = x.view(*x.shape[:2], 2, 4).transpose(1, 2)
+            y = nn.functional.scaled_dot_product_attention(heads, heads, heads, self.bias)
+            result: Tensor = y.transpose(1, 2).reshape(*x.shape)
+            return result
+
+    model, x = Biased().eval(), torch.randn(2, 8, 8)
+    program = amp_fx.export(model, (x,), dtype=torch.float16)
+    form = amp_fx.for_onnx(program)
+    values = [node.meta["val"] for node in form.graph.find_nodes(op="placeholder")]
+    assert not any(t.requires_grad for t in (*form.parameters(), *values))
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    [found] = onnx_nodes.run(written(program, tmp_path), x)
+    torch.testing.assert_close(found, program.module()(x), rtol=1e-2, atol=1e-2)
+
+
+def test_names_and_reasons(tmp_path: Path) -> None:
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, pixels: Tensor, scale: Tensor) -> dict[str, Any]:
+            y = self.layer(pixels)
+            return {"logits": y.softmax(-1), "hidden": [y, y * scale], "scale": scale + 1}
+
+    inputs = torch.randn(2, 8), torch.randn(8)
+    program = amp_fx.export(Named(), inputs, device_type="cuda", dtype=torch.float16)
+    file = written(program, tmp_path)
+    assert [value.name for value in file.graph.input] == ["pixels", "scale"]
+    outputs = [value.name for value in file.graph.output]
+    assert outputs == ["logits", "hidden_0", "hidden_1", "scale_output"]
+    reasons = {
+        node.op_type: prop.value
+        for node in file.graph.node
+        for prop in node.metadata_props
+        if prop.key == REASON
+    }
+    assert set(reasons) == set(ops(file))
+    assert reasons["Gemm"].startswith("linear: lower_precision_fp (cuda table)")
+    assert "softmax.int: fp32_set_opt_dtype" in reasons["Softmax"]
+    metadata = {prop.key: prop.value for prop in file.metadata_props}
+    assert metadata["amp_fx.region"] == "cuda float16, policy 'torch'"
+
+
+def test_one_output_has_a_plain_name(tmp_path: Path) -> None:
+    program = amp_fx.export(mlp(), (torch.randn(4, 64),), dtype=torch.float16)
+    assert [value.name for value in written(program, tmp_path).graph.output] == ["output"]
+
+
+def test_a_program_from_a_file_has_no_reasons(tmp_path: Path) -> None:
+    program = amp_fx.export(mlp(), (x := torch.randn(4, 64),), dtype=torch.float16)
+    torch.export.save(program, tmp_path / "model.pt2")
+    file = written(torch.export.load(tmp_path / "model.pt2"), tmp_path)
+    assert not any(p.key == REASON for node in file.graph.node for p in node.metadata_props)
+    [found] = onnx_nodes.run(file, x)
+    torch.testing.assert_close(found, program.module()(x), rtol=0, atol=0)
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    program = amp_fx.export(mlp(), (torch.randn(4, 64),), dtype=torch.float16)
+    with pytest.raises(OptionError, match=r"'tensorrt'.*did you mean"):
+        amp_fx.to_onnx(program, tmp_path / "model.onnx", target="tensort")
+    with pytest.raises(OptionError, match=r"must end in \.onnx"):
+        amp_fx.to_onnx(program, tmp_path / "model.pt2")
+    with pytest.raises(OptionError, match="in an existing folder"):
+        amp_fx.to_onnx(program, tmp_path / "nowhere" / "model.onnx")
+    with pytest.raises(ArgumentTypeError, match="expects an exported program"):
+        amp_fx.to_onnx(mlp(), tmp_path / "model.onnx")  # type: ignore[arg-type]
