@@ -170,11 +170,14 @@ def promoted_dtype(
 ) -> torch.dtype:
     """Returns the dtype to which a ``promote`` op casts its inputs.
 
-    This is the low dtype if all inputs have it, and float32 otherwise. ATen raises an error for an
-    input of the other low dtype (``at::autocast::prioritize``); here, such inputs are cast to
-    float32, which represents all their values.
+    This is the low dtype if all inputs have it, and float32 otherwise. Like ATen, ignores arguments
+    that may be None, such as the bias of ``bilinear``. ATen raises an error for an input of the
+    other low dtype (``at::autocast::prioritize``); here, such inputs are cast to float32, which
+    represents all their values.
     """
-    tensors = [t for t in castable_tensors(call, skipped=skipped) if is_eligible(t, device_type)]
+    optional = [a.name for a in call[0]._schema.arguments if str(a.type) == "Optional[Tensor]"]
+    tensors = castable_tensors(call, skipped=(*skipped, *optional))
+    tensors = [t for t in tensors if is_eligible(t, device_type)]
     return low_dtype if all(t.dtype == low_dtype for t in tensors) else torch.float32
 
 
