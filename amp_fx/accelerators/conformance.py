@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import warnings
 from typing import TYPE_CHECKING
 
 import torch
 
 from amp_fx.accelerators.checks import CHECKS
+from amp_fx.accelerators.cpp import device_lists
 from amp_fx.accelerators.report import CheckResult, ConformanceReport
 from amp_fx.accelerators.target import Target, supports
 from amp_fx.dtypes import as_dtype, dtype_name
@@ -18,7 +18,6 @@ from amp_fx.errors import OptionError, UnsupportedError
 from amp_fx.policies.policy import as_policy
 from amp_fx.random_states import random_states_kept
 from amp_fx.regions.state import left_on_error, no_autocast
-from amp_fx.tables.presets import device_table
 from amp_fx.torch_private.autocast import privateuse1_name
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 
     from amp_fx.accelerators.checks import Check
     from amp_fx.policies.policy import Policy
-    from amp_fx.tables.cast_policy import Table
 
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -65,7 +63,7 @@ def conformance(
     """
     check_device_type(device_type)
     _check_module(device_type)
-    table = _table(as_policy(policy), device_type)
+    table = device_lists(as_policy(policy), device_type)
     results: list[CheckResult] = []
     with _unchanged_state():
         Target(device_type, torch.float32, table).check_alive(f"cannot use {device_type!r}")
@@ -106,13 +104,6 @@ def _check_module(device_type: str) -> None:
             "not exist. Import the backend's package, and define this function or call "
             "amp_fx.register_device"
         )
-
-
-def _table(policy: Policy, device_type: str) -> Table:
-    if device_type in policy.tables:
-        return policy.tables[device_type]
-    reference = dataclasses.replace(policy, tables={}).with_device(device_type, device_table())
-    return reference.tables[device_type]
 
 
 def _checked_dtypes(

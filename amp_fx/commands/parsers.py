@@ -336,6 +336,19 @@ def add_policy(subparsers: Subparsers) -> None:
         "(*.toml); default: %(default)s",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument(
+        "--cpp",
+        metavar="DEVICE",
+        help="print C++ that registers the lists of a new device: its table, or else the lists "
+        "that torch provides for new devices",
+    )
+    parser.add_argument(
+        "--check",
+        type=Path,
+        metavar="FILE",
+        help="instead, compare C++ in a file with --cpp; the exit code is 1 if lists differ",
+    )
+    _add_imports(parser)
 
 
 _BUILD = """\

@@ -1,4 +1,4 @@
-"""``python -m amp_fx policy``: shows the cast policies of ops by device type."""
+"""``python -m amp_fx policy``: shows the cast policies of ops by device type, also as C++."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch
 from rich.console import Group
 from rich.text import Text
 
+from amp_fx.accelerators.cpp import autocast_cpp, compare_lists, registered_lists
+from amp_fx.commands.conformance import import_backends
+from amp_fx.errors import OptionError
 from amp_fx.policies.policy import Policy, as_policy
 from amp_fx.reports import new_table, piped_width, printed
 from amp_fx.tables import OWN_KERNELS
@@ -19,6 +22,7 @@ from amp_fx.tables.reasons import family_of
 
 if TYPE_CHECKING:
     import argparse
+    from pathlib import Path
 
     from rich.console import RenderableType
 
@@ -33,8 +37,20 @@ MEANING = {
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command and returns 0."""
+    """Runs the command.
+
+    Returns:
+        0, or 1 if the file of ``--check`` registers other lists.
+    """
+    import_backends(args.imports)
     policy = as_policy(args.preset)
+    if args.check is not None and args.cpp is None:
+        raise OptionError("--check compares a file with --cpp DEVICE: pass both")
+    if args.check is not None:
+        return _check_cpp(policy, args.cpp, args.check)
+    if args.cpp is not None:
+        sys.stdout.write(autocast_cpp(policy, args.cpp))
+        return 0
     listed = {op for table in policy.tables.values() for op in table}
     ops = sorted(listed) if args.op is None else find_overloads(args.op, also=listed)
     rows = {
@@ -47,6 +63,18 @@ def run(args: argparse.Namespace) -> int:
     content = _render(policy, rows, is_one_op=args.op is not None)
     sys.stdout.write(f"{printed(content, None if piped_width() is None else 80)}\n")
     return 0
+
+
+def _check_cpp(policy: Policy, device_type: str, path: Path) -> int:
+    """Prints the differences between registrations in a C++ file and a policy."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"--check {path}: {error}") from error
+    lines = [*compare_lists(registered_lists(text), policy, device_type)]
+    same = f"{path} registers the lists of policy {policy.name!r} with torch {torch.__version__}"
+    sys.stdout.write("".join(f"{line}\n" for line in lines or [same]))
+    return 1 if lines else 0
 
 
 def _word(policy: Policy, op: str, device: str) -> str:

@@ -42,8 +42,8 @@ Their ops have the policies of XPU, because ATen registers all three from the sa
 
 _LOW, _FP32, _FP64 = torch.bfloat16, torch.float32, torch.float64
 
-# A banned op is recognized by its error message.
-_BAN = "unsafe to autocast"
+# A banned op is recognized by its error message, of PyTorch or amp_fx.
+_BANS = ("unsafe to autocast", "is banned by the policy")
 
 # A value for each argument without a default, by its type in the schema.
 _FILLERS: dict[str, Any] = {
@@ -179,7 +179,7 @@ def _arrival(op: str, device_type: str, dtypes: _Dtypes) -> _Arrival | None:
         arrival: _Arrival = arrived.args[0]
         return arrival
     except RuntimeError as error:
-        if _BAN in str(error):
+        if any(ban in str(error) for ban in _BANS):
             return None
         raise
     raise PolicyError(f"{op} on {device_type} does not reach the Autograd key")
