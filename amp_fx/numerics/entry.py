@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.eager.region import autocast
 from amp_fx.errors import OptionError, UnsupportedError
 from amp_fx.explanation.running import leaf_tensors
 from amp_fx.front.settings import policy_for, unwrap
@@ -60,7 +59,9 @@ def accuracy(
             ``amp_fx.compile``.
         dtype: The low dtype; by default autocast's for the device type.
         policy: A ``Policy``, the name of a preset or the path of a policy file; by default that
-            of the ambient region, else PyTorch's.
+            of the ambient region, else PyTorch's. Under another policy than PyTorch's, the
+            rewritten graphs of the step run op by op, and what runs outside of them is not
+            examined.
         reference: ``"float32"``: the program without autocast; or ``"float64"``, which also shows
             the errors of float32 ops.
         scale: The factor of the loss in the backward, as of a gradient scaler.
@@ -173,7 +174,7 @@ def examine(
     """Returns the report on one call."""
     device_type = device_type_of(step, (args, kwargs), asked)
     dtype = low_dtype_of(asked, device_type)
-    region = functools.partial(autocast, device_type, dtype, policy=asked.policy)
+    region = functools.partial(torch.autocast, device_type, dtype)
     with working(f"examining {name_of(step)} in {dtype_name(dtype)}"):
         measured = run_step(step, args, kwargs, asked, dtype, region)
     if asked.modules is not None and not measured["nodes"]:

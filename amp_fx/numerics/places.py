@@ -77,7 +77,7 @@ def _as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [t.to(dtype) if t.dtype == torch.float32 else t for t in tensors]
 
 
-_FORMS: dict[str, Callable[..., Any]] = {
+EAGER_FORMS: dict[str, Callable[..., Any]] = {
     "cond": _cond,
     "while_loop": _while_loop,
     "map_impl": _map,
@@ -105,9 +105,9 @@ class CallNotes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function; a higher-order op, such as a branch, in its eager form."""
-        if isinstance(func, HigherOrderOperator) and str(func) in _FORMS:
+        if isinstance(func, HigherOrderOperator) and str(func) in EAGER_FORMS:
             with self:
-                return _FORMS[str(func)](*args, **(kwargs or {}))
+                return EAGER_FORMS[str(func)](*args, **(kwargs or {}))
         if func is torch.Tensor.backward and self.on_backward is not None:
             self.on_backward(args[0])
         outer, self.function = self.function, func
@@ -130,11 +130,16 @@ class Places:
     def __init__(self, notes: CallNotes, paths: ModulePaths) -> None:
         self._notes, self._modules = notes, paths
         self._last: tuple[int, NodeLocation] = (-1, NodeLocation())
+        self.in_graph: tuple[NodeLocation, Any] | None = None
+        """The place of the running op of a captured graph, and the function; else None."""
         self._paths: dict[int, str] = {}
         self._num_roots = -1
 
     def here(self, kernel: str) -> NodeLocation:
         """Returns the location of a running op, given its name: ``"aten::addmm"``."""
+        if self.in_graph is not None:
+            location, function = self.in_graph
+            return location._replace(op=policy_op(function, kernel))
         number, site = self._last
         if self._notes.function is None or number != self._notes.number:
             stack = current_stack()

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amp_fx.errors import UnsupportedError
-from amp_fx.explanation.running import leaf_tensors
+from amp_fx.explanation.running import isolated, leaf_tensors
 from amp_fx.numerics.float8_products import Float8ShadowMode
+from amp_fx.numerics.graph_run import CompiledStep
 from amp_fx.numerics.measures import effect_of, relative
 from amp_fx.numerics.recorder import Recorder
 from amp_fx.numerics.records import GradientRecord
 from amp_fx.numerics.report import UnexaminedRecord
 from amp_fx.numerics.shadow import below_everything, is_custom, is_tracked, number_of, unwrapped
 from amp_fx.numerics.state import guard_of, undisturbed
+from amp_fx.policies.policy import preset
 from amp_fx.regions.module_paths import ModulePaths, Program
 from amp_fx.regions.module_stack import call_with_paths
 from amp_fx.torch_private.autocast import DisableAutocast
 from amp_fx.torch_private.modes import DisableTorchFunction
 
 if TYPE_CHECKING:
-    import contextlib
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from amp_fx.numerics.entry import Asked
     from amp_fx.numerics.measures import Measures
@@ -231,16 +234,37 @@ def run_step(
         region: Creates the region of mixed precision for the step.
     """
     guard, paths = guard_of(step), ModulePaths(Program(step, args, kwargs))
-    call = functools.partial(call_with_paths, paths, step, *args, **kwargs)
-    with undisturbed(guard) as rewind:
-        with region(), Recorder(guard, paths).observing():
-            loss = loss_of(call(), asked.loss)
+    first, is_compiled = Recorder(guard, paths), asked.policy != preset("torch")
+    compiled = CompiledStep(step, asked.policy, first) if is_compiled else None
+    call = functools.partial(call_with_paths, paths, compiled or step, *args, **kwargs)
+
+    def forward(recorder: Recorder) -> tuple[Any, torch.Tensor | None]:
+        with region(), contextlib.ExitStack() as observed:
+            if compiled is None:
+                observed.enter_context(recorder.observing())
+                outputs = call()
+            else:
+                compiled.recorder = recorder
+                outputs = call()
+                if any(leaf.grad is not grad for leaf, grad in guard.leaves()):
+                    raise UnsupportedError(
+                        "the step calls backward itself, which is not examined under a policy: "
+                        "return the loss instead"
+                    )
+                observed.enter_context(recorder.observing())
+            return outputs, loss_of(outputs, asked.loss)
+
+    isolation = contextlib.nullcontext() if compiled is None else isolated()
+    with isolation, undisturbed(guard, is_eager=compiled is None) as rewind:
+        if compiled is not None:  # code between graphs writes unobserved
+            guard.save(tensor for _, tensor in (*paths.named_parameters(), *paths.named_buffers()))
+        _, loss = forward(first)
         plain = None if loss is None else float(loss.detach())
         guard.check_float32()
         guard.restore()
         rewind()
         mode = Float8ShadowMode(asked.reference, guard, paths, asked.modules)
-        fields = _shadow_run(mode, call, paths, asked, region)
+        fields = _shadow_run(mode, forward, paths, asked)
     if dtype == torch.float16:
         fields["suggested_scale"] = _suggested_scale(mode.exponents, asked.scale)
     if mode.num_healed:
@@ -261,17 +285,15 @@ def loss_of(outputs: Any, given: Callable[[Any], Any] | None) -> torch.Tensor | 
     return tensors[0] if is_loss else None
 
 
+Forward = Callable[[Recorder], tuple[Any, torch.Tensor | None]]
+"""Runs the forward of a step under a recorder, and returns its outputs and its loss."""
+
+
 def _shadow_run(
-    mode: Float8ShadowMode,
-    step: Callable[[], Any],
-    paths: ModulePaths,
-    asked: Asked,
-    region: Callable[[], contextlib.AbstractContextManager[Any]],
+    mode: Float8ShadowMode, forward: Forward, paths: ModulePaths, asked: Asked
 ) -> dict[str, Any]:
     _observe_backwards(mode)
-    with region(), mode.observing():
-        outputs = step()
-        loss = loss_of(outputs, asked.loss)
+    outputs, loss = forward(mode)
     floats = [t for t in leaf_tensors(outputs) if t.is_floating_point() and is_tracked(t)]
     if loss is None and not floats:
         raise UnsupportedError(

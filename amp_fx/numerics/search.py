@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.eager.region import autocast
 from amp_fx.errors import AmpFxError, UnsupportedError
 from amp_fx.explanation.running import isolated
 from amp_fx.explanation.table import without_numbers
@@ -33,6 +32,7 @@ from amp_fx.numerics.entry import (
     patterns_of,
     scale_for,
 )
+from amp_fx.numerics.graph_run import CompiledStep
 from amp_fx.numerics.measures import relative
 from amp_fx.numerics.minimizer import Minimized, Minimizer
 from amp_fx.numerics.places import is_inside
@@ -220,9 +220,9 @@ def search(
     several models, the policy applies to each of them, and the result names those in which ops of
     the set were found.
 
-    Runs are eager, and state is restored. The last run compiles the step, outside of Dynamo's
-    caches. The kernels with which eager regions follow policies for modules remain registered in
-    the process. They make eager code under such policies slower.
+    Each run captures the step again, outside of Dynamo's caches, and runs its rewritten graphs op
+    by op. Code outside of graphs follows ``torch.autocast``. State is restored. The last run
+    compiles the step.
 
     Args:
         step: A module or a function; see ``amp_fx.accuracy``.
@@ -436,12 +436,12 @@ class _Search:
     def _run(self, policy: Policy | None, call: Callable[..., Any] | None = None) -> Run:
         """Runs the step under a policy, or in float32; ``call`` is the compiled step."""
         trial = Trial(self.step, self.args, self.kwargs, loss=self._scaled_loss)
-        if call is None and policy is not None:
-            trial.region = functools.partial(autocast, self.device_type, self.dtype, policy=policy)
-
-        # The recorder runs branches and loops as eager code.
-        eagerly = self.step, Recorder(trial.guard, trial.paths).observing
-        with trial.undisturbed(is_eager=call is None):
+        recorder = Recorder(trial.guard, trial.paths)  # runs branches and loops as eager code
+        if policy is not None and call is None:
+            trial.region = functools.partial(torch.autocast, self.device_type, self.dtype)
+            call = CompiledStep(self.step, policy, recorder)
+        eagerly = self.step, recorder.observing
+        with isolated(), trial.undisturbed(is_eager=call is None):
             values = trial.run(*(eagerly if call is None else (call,)))
         compared = {
             name: value
@@ -458,26 +458,25 @@ class _Search:
         """Returns the metric of the compiled step; None if it was not compiled."""
         if self.compiler is None:
             return None
-        with isolated():
-            compiled = compile_program(
-                self.step,
-                device_type=self.device_type,
-                dtype=self.dtype,
-                policy=policy,
-                weight_cache=False,
-                options={"compiler": self.compiler},
-                isolate_recompiles=True,
+        compiled = compile_program(
+            self.step,
+            device_type=self.device_type,
+            dtype=self.dtype,
+            policy=policy,
+            weight_cache=False,
+            options={"compiler": self.compiler},
+            isolate_recompiles=True,
+        )
+        try:
+            value = self._value(self._run(policy, compiled))
+        except AmpFxError:
+            raise
+        except Exception as error:  # noqa: BLE001 - any error of the inner compiler
+            text = str(error).strip().split("\n")[0]
+            warnings.warn(
+                f"amp_fx.search: the compiled step could not be run: {text}", stacklevel=4
             )
-            try:
-                value = self._value(self._run(policy, compiled))
-            except AmpFxError:
-                raise
-            except Exception as error:  # noqa: BLE001 - any error of the inner compiler
-                text = str(error).strip().split("\n")[0]
-                warnings.warn(
-                    f"amp_fx.search: the compiled step could not be run: {text}", stacklevel=4
-                )
-                return None
+            return None
         if value > self.tolerance:
             self.notes.append(
                 f"compiled by {self.compiler} the value is {value:.3g}, above the tolerance"

@@ -42,7 +42,7 @@ class SearchResult(Report):
         units: The candidates that run in ``runs_in`` or have a treatment, in order of the ranking.
         num_units: The number of candidates.
         tolerance: The largest accepted value of the metric.
-        value: The metric under the policy, eagerly.
+        value: The metric under the policy, op by op.
         before: The metric under the policy at the start.
         is_minimal: True if a run without each candidate showed that none can be omitted.
         history: The runs, in order.

@@ -430,11 +430,13 @@ def with_override(policy: Policy, pattern: str, op: str, treatment: str) -> Poli
 
     Args:
         policy: The policy to start from.
-        pattern: A pattern of modules; ``""`` for the program.
-        op: The op; ``""`` for all ops.
+        pattern: A pattern of modules; ``"*"`` for ops outside of any, hence for all of a name.
+        op: The op.
         treatment: The treatment of the op.
     """
-    return policy.with_modules({pattern or "*": {op: treatment} if op else treatment})
+    if pattern in ("", "*"):
+        return policy.with_ops({op: treatment})
+    return policy.with_modules({pattern: {op: treatment}})
 
 
 def policy_of_suspects(

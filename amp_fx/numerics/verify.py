@@ -12,7 +12,6 @@ import torch
 from amp_fx.backend.entry import amp_fx
 from amp_fx.backend.pipeline import PASSES
 from amp_fx.dtypes import dtype_name
-from amp_fx.eager.region import autocast
 from amp_fx.errors import OptionError
 from amp_fx.explanation.running import isolated, optimized
 from amp_fx.numerics.entry import asked_for, device_type_of, low_dtype_of, name_of
@@ -24,12 +23,11 @@ from amp_fx.numerics.trace_diff import op_differences
 from amp_fx.numerics.trial import Trial
 from amp_fx.numerics.verify_report import VerifyReport
 from amp_fx.options import Options
-from amp_fx.policies.policy import preset
+from amp_fx.policies.policy import as_policy, preset
 from amp_fx.progress import working
 from amp_fx.second_call import takes_inputs_later
 
 if TYPE_CHECKING:
-    import contextlib
     import os
     from collections.abc import Callable, Mapping, Sequence
 
@@ -77,7 +75,8 @@ def verify(
         step: A module or a function. If amp_fx compiled it, the options are those that it was
             compiled with.
         dtype: The low dtype; by default that of ``amp_fx.compile``.
-        policy: The policy; by default PyTorch's.
+        policy: The policy; by default PyTorch's. Under another one, the program is compared with
+            its rewritten graphs, run op by op.
         options: Options of the backend (``amp_fx.options.Options``), such as
             ``{"numerics": "eager"}``, in addition to those of the compiled step.
         loss: Returns a scalar, given the outputs of the step. Without it, outputs that require
@@ -106,13 +105,11 @@ def verify(
         device = device_type_of(target, (args, kwargs), asked)
         dtype = low_dtype_of(asked, device)
 
-        def region() -> contextlib.AbstractContextManager[Any]:
-            if asked.policy == preset("torch"):
-                return torch.autocast(device, dtype)  # PyTorch's own
-            return autocast(device, dtype, policy=asked.policy)
-
+        region = functools.partial(torch.autocast, device, dtype)
         trial = Trial(target, args, kwargs, region, loss, optimizer, steps)
-        comparison = _Verification(trial, options, dynamic)
+        is_given = asked.policy != preset("torch") or options.get("policy") is None
+        policy = asked.policy if is_given else as_policy(options["policy"])
+        comparison = _Verification(trial, options, dynamic, policy)
         with working(f"verifying {name_of(target)}"), trial.undisturbed(), isolated():
             found = comparison.with_eager_code()
         return VerifyReport(name_of(target), dtype_name(dtype), device, **found)
@@ -123,8 +120,11 @@ def verify(
 class _Verification:
     """Compares a program compiled with some options with eager autocast."""
 
-    def __init__(self, trial: Trial, options: dict[str, Any], dynamic: bool | None) -> None:
-        self.trial, self.options, self.dynamic = trial, options, dynamic
+    def __init__(
+        self, trial: Trial, options: dict[str, Any], dynamic: bool | None, policy: Policy
+    ) -> None:
+        self.trial, self.dynamic = trial, dynamic
+        self.options, self.policy = {**options, "policy": policy}, policy
         self.num_graphs = 0
 
     def with_eager_code(self) -> dict[str, Any]:
@@ -153,8 +153,9 @@ class _Verification:
 
     def _compiled(self, more: Mapping[str, Any]) -> Callable[..., Any]:
         """Returns the program compiled by amp_fx, with additional options."""
-        options = _merged(self.options, more)
+        return self._compiled_with(_merged(self.options, more))
 
+    def _compiled_with(self, options: Mapping[str, Any]) -> Callable[..., Any]:
         def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             self.num_graphs += 1
             return amp_fx(gm, example_inputs, options=options)
@@ -166,7 +167,14 @@ class _Verification:
         return self.trial.run(self._compiled(more))
 
     def _eagerly(self) -> Outcome:
-        """Runs the program eagerly, including compiled code in it."""
+        """Runs the program eagerly, including compiled code in it.
+
+        A policy applies to compiled code only. Under another one than PyTorch's, the rewritten
+        graphs run op by op, without the passes and caches of the options.
+        """
+        if self.policy != preset("torch"):
+            options = {"policy": self.policy, "compiler": "eager", "weight_cache": False}
+            return self.trial.run(self._compiled_with(options))
         with torch.compiler.set_stance("force_eager"):
             return self.trial.run(self.trial.step)
 
@@ -210,6 +218,8 @@ class _Verification:
             return found
 
         try:
+            if not remedy and self.policy != preset("torch"):
+                return None
             if not remedy:
                 native = trace({"compiler": "eager"}, is_rewritten=False)
                 return next(op_differences(native, trace({})), None)

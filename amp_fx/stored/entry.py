@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.eager.region import autocast
 from amp_fx.errors import ArgumentTypeError, UnsupportedError
 from amp_fx.explanation.entry import label
 from amp_fx.explanation.running import is_usable, leaf_tensors, module_tensors, target_device
@@ -122,9 +121,8 @@ def _store(
     device_type = _device_type(model, args, kwargs)
     dtype = dtype or _low_dtype(device_type, policy)
     check_device_dtype(device_type, dtype)
-    custom_policy = None if policy == preset("torch") else policy
     with no_autocast():
-        region = functools.partial(autocast, device_type, dtype, policy=custom_policy)
+        region = functools.partial(torch.autocast, device_type, dtype)
         reasons = reasons_to_stay(Call(model, args, kwargs, device_type, dtype, policy, region))
     weights = _replace(model, reasons, dtype)
     report = StorageReport(

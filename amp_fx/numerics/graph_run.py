@@ -1,0 +1,130 @@
+"""Runs the graphs of a step under a policy, and tells a recorder where each op is.
+
+A policy acts in compiled code only, and Dynamo captures nothing while a mode is active. So the step
+is compiled first. Its rewritten graphs run op by op, and each enters the recorder itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from amp_fx.backend.entry import called_in
+from amp_fx.backend.rewrite import Reporting, rewrite
+from amp_fx.errors import UnsupportedError
+from amp_fx.explanation.running import optimized
+from amp_fx.graphs.bodies import graphs_in, with_attributes_as_inputs
+from amp_fx.graphs.locations import location_of
+from amp_fx.graphs.metadata import DECISIONS
+from amp_fx.numerics.places import EAGER_FORMS
+from amp_fx.options import Options
+from amp_fx.policies.float8 import float8_product, float8_weight
+from amp_fx.regions.state import no_autocast
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from amp_fx.graphs.locations import NodeLocation
+    from amp_fx.numerics.recorder import Recorder
+    from amp_fx.policies.policy import Policy
+    from amp_fx.regions.module_stack import CompileFrame
+
+
+class CompiledStep:
+    """A step compiled under a policy, whose graphs run under a recorder.
+
+    Attributes:
+        recorder: The recorder of the next run.
+        num_graphs: The number of captured graphs.
+    """
+
+    def __init__(self, step: Callable[..., Any], policy: Policy, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.num_graphs = 0
+        self._options = Options.parse(
+            {"compiler": "eager", "policy": policy, "weight_cache": False}
+        )
+        self._call = optimized(self._backend)(step)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step.
+
+        Raises:
+            UnsupportedError: Dynamo captured nothing, so that the policy has no effect.
+        """
+        results = self._call(*args, **kwargs)
+        if not self.num_graphs:
+            raise UnsupportedError(
+                "policies apply to compiled code only, and Dynamo captured no graph of the step"
+            )
+        return results
+
+    def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.num_graphs += 1
+        gm, attributes = with_attributes_as_inputs(gm)
+        found = rewrite(gm, [*example_inputs, *attributes], self._options, Reporting())
+        for graph in graphs_in(found.gm):
+            self._tell_places(graph, found.frame)
+        for inner in found.gm.modules():
+            if isinstance(inner, fx.GraphModule):
+                inner.recompile()
+        run = called_in(lambda: self.recorder, lambda *args: found.gm(*args, *attributes))
+        return called_in(no_autocast, run)
+
+    def _tell_places(self, graph: fx.Graph, frame: CompileFrame) -> None:
+        """Adds calls that tell the recorder the place of the next op."""
+        for node in list(graph.nodes):
+            if node.op == "output":
+                with graph.inserting_before(node):
+                    graph.call_function(self._leave)
+            if node.op not in ("call_function", "call_method"):
+                continue
+            target: Any = node.target
+            place = location_of(node, frame), _function_of(node)
+            with graph.inserting_before(node):
+                graph.call_function(self._entering(*place))
+            node.target = EAGER_FORMS.get(str(target), target)
+            if target is float8_weight:
+                node.target = self._run_float8_weight
+            elif target is float8_product:
+                weight = _weight_of(node)
+                node.target, node.args = self._run_float8_product, (weight, *node.args)
+
+    def _entering(self, location: NodeLocation, function: Any) -> Callable[[], None]:
+        def tell_place() -> None:
+            self.recorder.places.in_graph = location, function
+
+        return tell_place
+
+    def _leave(self) -> None:
+        self.recorder.places.in_graph = None
+
+    def _run_float8_weight(self, *args: Any) -> Any:
+        with self.recorder.paused():
+            return float8_weight(*args)
+
+    def _run_float8_product(self, weight: torch.Tensor, *args: Any) -> Any:
+        run = functools.partial(float8_product, *args)
+        measure = getattr(self.recorder, "run_float8", None)
+        return run() if measure is None else measure(run, args[0], weight, args[2], args[-1])
+
+
+def _function_of(node: fx.Node) -> Any:
+    """Returns what the node calls; for a product in float8, the op that the program has there."""
+    if node.target is float8_product:
+        name = DECISIONS.of(node)[0].op.removeprefix("aten::")
+        return getattr(torch.ops.aten, name.partition(".")[0])
+    is_method = isinstance(node.target, str)
+    return getattr(torch.Tensor, str(node.target), None) if is_method else node.target
+
+
+def _weight_of(product: fx.Node) -> fx.Node:
+    """Returns the weight of a product in float8, which is an argument if it has a gradient."""
+    weight, data = product.args[1], product.args[3]
+    with contextlib.suppress(IndexError, AttributeError):
+        return weight or data.args[0].args[0]  # type: ignore[union-attr,return-value]
+    raise UnsupportedError("a weight in float8 without a gradient is quantized outside of a body")
