@@ -346,18 +346,18 @@ class _Rewriter:
             RejectedTransformError: The transform would raise under an autocast that the program
                 does not ask for.
         """
-        site, frame = SITE.of(nodes[0]), self.decomposer.frame
+        site = SITE.of(nodes[0])
         if not site.is_bare:
-            evaluate_together(nodes, self.fake_mode, frame)
+            evaluate_together(nodes, self.fake_mode)
             return
         if not site.casts_transforms:
             for node in nodes:
                 for source in set(node.all_input_nodes).difference(nodes):
                     self._restore_input(node, source, before=nodes[0])
-            evaluate_together(nodes, self.fake_mode, frame)
+            evaluate_together(nodes, self.fake_mode)
             return
         recorder = MixtureRecorder()
-        evaluate_together(nodes, self.fake_mode, frame, recorder)
+        evaluate_together(nodes, self.fake_mode, recorder)
         reason = recorder.rejection()
         if reason:
             raise RejectedTransformError(reason)
@@ -368,7 +368,7 @@ class _Rewriter:
                 restore_bodies(body)
             if is_loop(node):
                 self._restore_states(node)
-        evaluate_opaque(node, self.fake_mode, self.decomposer.frame)
+        evaluate_opaque(node, self.fake_mode)
 
     def _restore_states(self, node: fx.Node) -> None:
         """Makes the body of a loop return its states in the dtypes in which it gets them."""

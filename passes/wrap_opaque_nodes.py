@@ -17,11 +17,12 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
-from amp_fx.graphs.bodies import argument_graphs, rewritten_bodies
+from amp_fx.graphs.bodies import rewritten_bodies
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
-from amp_fx.graphs.markers import enter_region, exit_region, surround
+from amp_fx.graphs.markers import enter_region, exit_region
 from amp_fx.graphs.metadata import IS_WRAPPED, OPAQUE, SITE
 from amp_fx.graphs.opaque import TRANSFORM
+from amp_fx.graphs.policy_mode import warn_of_policy
 from amp_fx.graphs.values import argument_values, tensors_in
 from amp_fx.passes.base import PassResult
 
@@ -78,13 +79,12 @@ def needs_autocast(node: fx.Node) -> bool:
 def _wrap(gm: fx.GraphModule, run: list[fx.Node]) -> None:
     graph, site = gm.graph, SITE.of(run[0])
     with graph.inserting_before(run[0]):
-        enters = enter_region(graph, site.state.markers(), site.state.policy)
+        enters = enter_region(graph, site.state.markers())
     with graph.inserting_after(run[-1]):
         exits = exit_region(graph, enters)
     for node in (*enters, *exits):
         SITE.put(node, site)
     for node in run:
         IS_WRAPPED.put(node, True)
-        for body in argument_graphs(gm, node) if site.state.policy is not None else ():
-            surround(body.graph, (), site.state.policy)  # its backward runs outside the markers
-            body.recompile()
+    if site.state.policy is not None:
+        warn_of_policy(gm, run, site.state.policy, site.state.enabled)

@@ -12,8 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from amp_fx.errors import UnsupportedError
-from amp_fx.graphs.policy_mode import markers_left_on_error
-from amp_fx.regions.state import no_autocast
+from amp_fx.regions.state import left_on_error, no_autocast
 from amp_fx.torch_private.dynamo import BundledAOTAutogradSerializableCallable, SerializableCallable
 
 
@@ -50,7 +49,7 @@ class SavedGraph(SerializableCallable):
             if self.is_off:
                 stack.enter_context(no_autocast())
             if self.has_regions:
-                stack.enter_context(markers_left_on_error())
+                stack.enter_context(left_on_error())
             return self.compiled(*args)
 
 
@@ -77,8 +76,7 @@ def as_saved(compiled: Any, *, is_off: bool, has_regions: bool) -> SavedGraph:
     if getattr(compiled, "serialize", None) is None:
         raise UnsupportedError(
             "this graph cannot be compiled ahead of time: torch saves what inductor compiles "
-            "(options={'compiler': 'inductor'}), without regions that carry a policy and run an "
-            "op as the program has it"
+            "(options={'compiler': 'inductor'})"
         )
     bundled = BundledAOTAutogradSerializableCallable(compiled)
     return SavedGraph(bundled, is_off=is_off, has_regions=has_regions)

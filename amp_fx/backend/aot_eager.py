@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from amp_fx.backend.collectives import narrowing
 from amp_fx.backend.numerics import whole_ops
-from amp_fx.graphs.policy_mode import markers_left_on_error
 from amp_fx.passes.keep_eager_kernels import exact_decompositions
+from amp_fx.regions.state import left_on_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,5 +57,5 @@ def compile_with_aot_eager(
         keep_inference_input_mutations=True,
     )
     # Tracing runs the graph.
-    with markers_left_on_error(), whole_ops(options):
+    with left_on_error(), whole_ops(options):
         return compiler(gm, list(example_inputs))

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from amp_fx.graphs.policy_mode import enter_policy
 from amp_fx.torch_private.aot_autograd import config as functorch_config
 
 if TYPE_CHECKING:
     import contextlib
-
-    from torch import fx
 
 
 def without_autograd_cache(**more: Any) -> contextlib.AbstractContextManager[None]:
@@ -23,22 +18,18 @@ def without_autograd_cache(**more: Any) -> contextlib.AbstractContextManager[Non
     return patch
 
 
-def region_markers_cacheable(gm: fx.GraphModule) -> contextlib.AbstractContextManager[None]:
+def region_markers_cacheable() -> contextlib.AbstractContextManager[None]:
     """Makes AOTAutograd's on-disk cache store graphs with opaque regions, in a context.
 
     Before torch 2.15, the cache rejects graphs with ``_enter_autocast``, because its key lacks the
     ambient state. The calls that amp_fx inserts have the device and the dtype as constant
-    arguments, which are in the key. Graphs with policies are never cached: the number of a policy
-    differs between processes.
+    arguments, which are in the key.
 
     Relies on ``torch._inductor.config.unsafe_marked_cacheable_functions``, and on
     ``torch._functorch.config.enable_autograd_cache`` and ``enable_remote_autograd_cache``.
     """
     from amp_fx.torch_private.inductor_config import config
 
-    graphs = [child.graph for child in gm.modules() if isinstance(child, torch.fx.GraphModule)]
-    if any(g.find_nodes(op="call_function", target=enter_policy) for g in graphs):
-        return without_autograd_cache()
     marked = dict(config.unsafe_marked_cacheable_functions)
     for name in ("_enter_autocast", "_exit_autocast"):
         marked[f"torch.amp.autocast_mode.{name}"] = "amp_fx"

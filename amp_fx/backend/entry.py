@@ -19,13 +19,12 @@ from amp_fx.backend.transforms import compile_after_transforms
 from amp_fx.eager.checkpoints import restore_regions
 from amp_fx.eager.region import skip_in_dynamo
 from amp_fx.graphs.bodies import copy_graph_module, enters_regions, with_attributes_as_inputs
-from amp_fx.graphs.policy_mode import markers_left_on_error
 from amp_fx.graphs.shared_bodies import inline_shared_bodies
 from amp_fx.graphs.values import plain_inputs
 from amp_fx.options import Options
 from amp_fx.progress import working
 from amp_fx.regions.disabled_guard import guard_disabled_region
-from amp_fx.regions.state import AutocastState, no_autocast
+from amp_fx.regions.state import AutocastState, left_on_error, no_autocast
 from amp_fx.torch_private.dynamo import RestartAnalysis, SkipFrame
 from amp_fx.torch_private.tracing import CompileContext
 
@@ -99,7 +98,7 @@ def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options
     if attributes:
         compiled = _called_with(attributes, compiled)
     if enters_regions(found.gm):
-        compiled = called_in(markers_left_on_error, compiled)
+        compiled = called_in(left_on_error, compiled)
     if AutocastState.ambient().enabled:
         return called_in(no_autocast, compiled)  # the graph contains its casts
     return compiled

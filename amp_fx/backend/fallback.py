@@ -34,7 +34,7 @@ def as_native_region(
     remember_captured(gm.graph)
     if restores_outputs:
         restore_bodies(gm)
-    surround(gm.graph, state.markers(), state.policy if state.enabled else None)
+    surround(gm.graph, state.markers())
     if restores_outputs:
         _restore_outputs(gm.graph)
     gm.recompile()

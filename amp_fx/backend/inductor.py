@@ -16,12 +16,11 @@ from amp_fx.backend.fallback import warn_eager
 from amp_fx.backend.inductor_repair import repaired
 from amp_fx.backend.numerics import is_strict, numerics_config, whole_ops
 from amp_fx.graphs.decomposed_kernels import decompose_products
-from amp_fx.graphs.policy_mode import markers_left_on_error
 from amp_fx.passes.keep_eager_kernels import exact_decompositions
 from amp_fx.policies.float8 import float8_product
 from amp_fx.policies.rounding import lower_rounded
 from amp_fx.progress import working
-from amp_fx.regions.state import called_without_autocast
+from amp_fx.regions.state import called_without_autocast, left_on_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -91,12 +90,12 @@ def compile_with_inductor(
     if not is_strict(options):
         decompose_products(gm)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(markers_left_on_error())  # tracing runs the graph
+        stack.enter_context(left_on_error())  # tracing runs the graph
         # Kernels write to buffers of fixed dtypes, also if backward() is called in a region.
         stack.enter_context(called_without_autocast())
         # Inductor's own freezing would treat cached values and weights as constants.
         stack.enter_context(config.patch(freezing=False))
-        stack.enter_context(region_markers_cacheable(gm))
+        stack.enter_context(region_markers_cacheable())
         stack.enter_context(repaired())
         stack.enter_context(narrowing_in_keys(options))
         stack.enter_context(settled(settings))

@@ -1,4 +1,4 @@
-"""``custom_fwd`` and ``custom_bwd``: torch.amp's decorators with support for policies."""
+"""``custom_fwd`` and ``custom_bwd``: torch.amp's decorators, also for ``setup_context``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.autograd.function import FunctionCtx
 
 from amp_fx.eager.region import check_device_type
 from amp_fx.errors import OptionError
-from amp_fx.graphs.policy_mode import ambient_policy, policy_applied
 from amp_fx.torch_private.autocast import cast_tensors
 
 if TYPE_CHECKING:
@@ -85,16 +84,12 @@ def _forward(
 
     @functools.wraps(fwd)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        is_compiling = torch.compiler.is_dynamo_compiling()
         if args and isinstance(args[0], FunctionCtx):
-            if not is_compiling:  # else Dynamo captures backward in this region
-                args[0]._amp_fx_policy = ambient_policy()  # type: ignore[attr-defined]
             return inner(*args, **kwargs)
         state = _State()
         result = inner(state, *args, **kwargs)
-        if is_compiling and not torch.is_grad_enabled():
+        if torch.compiler.is_dynamo_compiling() and not torch.is_grad_enabled():
             return result  # there is no backward
-        state._amp_fx_policy = ambient_policy()
         is_cast = cast_inputs is not None and torch.is_autocast_enabled(device_type)
         _remember(forward, state, (device_type, cast_inputs) if is_cast else None)
         return result
@@ -166,16 +161,7 @@ def custom_bwd(bwd: Any = None, *, device_type: str) -> Any:
     if bwd is None:
         return functools.partial(custom_bwd, device_type=device_type)
     _check_callable("custom_bwd", bwd)
-    inner = torch.amp.custom_bwd(bwd, device_type=device_type)
-
-    @functools.wraps(bwd)
-    def backward(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            return inner(*args, **kwargs)
-        with policy_applied(getattr(args[0], "_amp_fx_policy", None)):
-            return inner(*args, **kwargs)
-
-    return backward
+    return torch.amp.custom_bwd(bwd, device_type=device_type)
 
 
 def _check_callable(name: str, value: object) -> None:

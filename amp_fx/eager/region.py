@@ -14,7 +14,7 @@ import torch
 from amp_fx.dtypes import as_dtype
 from amp_fx.eager.checkpoints import restore_regions
 from amp_fx.errors import ArgumentTypeError, RegionError, did_you_mean
-from amp_fx.graphs import policy_calls, policy_mode
+from amp_fx.graphs import policy_mode
 from amp_fx.graphs.policy_mode import PolicyMode, ambient_policy, policy_applied
 from amp_fx.policies import policy as policy_module
 from amp_fx.policies.policy import Policy, as_policy, preset
@@ -47,7 +47,7 @@ def autocast(
     policy: Policy | str | os.PathLike[str] | None = None,
     **unknown: NoReturn,
 ) -> AutocastRegion:
-    """A mixed-precision region like ``torch.autocast``, for eager and compiled code.
+    """A mixed-precision region like ``torch.autocast``, with a policy for compiled code.
 
     Without a policy, it is equivalent to ``torch.autocast``: the arguments have the same meaning,
     and an unsupported dtype or a missing device disables the region with the same warning. A region
@@ -62,6 +62,8 @@ def autocast(
         policy: The cast policy of each op: a ``Policy``, the name of a preset or the path of a
             policy file (``*.toml``). Defaults to the policy of the surrounding region, or to
             PyTorch's policy. Regions of ``torch.autocast`` inside this region inherit its policy.
+            It applies to code that amp_fx compiles; eager code follows ``torch.autocast``, with a
+            warning for each function in which the policy differs.
         unknown: No other argument is accepted.
 
     Raises:
@@ -250,7 +252,7 @@ def _skip_in_dynamo() -> None:
     for module in (policy_module, policy_numbers):
         trace_rules.add(module.__name__)
     functions: list[Any] = [autocast, _checked_dtype, check_device_type, autocast_device_types]
-    functions += [_enter, _leave, _Active.__init__, *policy_mode.SKIPPED, *policy_calls.SKIPPED]
+    functions += [_enter, _leave, _Active.__init__, *policy_mode.SKIPPED]
     for region_class in (_Region, _PolicyRegion):
         functions += [value for value in vars(region_class).values() if callable(value)]
     skip_frames(functions)

@@ -22,11 +22,10 @@ from amp_fx.backend.entry import called_in, prepare_torch
 from amp_fx.backend.rewrite import rewrite, start_state
 from amp_fx.errors import OptionError, UnsupportedError
 from amp_fx.explanation.recorder import GraphRecorder, SeenGraph
-from amp_fx.graphs.policy_mode import markers_left_on_error
 from amp_fx.graphs.values import hide_meta_errors, plain_inputs, storage_id
 from amp_fx.options import Options
 from amp_fx.random_states import random_states_kept
-from amp_fx.regions.state import autocast_device_types, no_autocast
+from amp_fx.regions.state import autocast_device_types, left_on_error, no_autocast
 from amp_fx.torch_private import pytree
 from amp_fx.torch_private.autograd import functorch_levels_restored
 from amp_fx.torch_private.dynamo import config as dynamo_config
@@ -279,7 +278,7 @@ def run_stand_in(
         stack.enter_context(isolated())
         stack.enter_context(hide_meta_errors())
         # A graph may fail between nodes that change the state of the thread and restore it.
-        stack.enter_context(markers_left_on_error())
+        stack.enter_context(left_on_error())
         stack.enter_context(functorch_levels_restored())
         stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
         if stand_in.fake_mode is not None:

@@ -1,11 +1,9 @@
-"""Markers: nodes that enter and exit autocast regions and policies when a graph runs."""
+"""Markers: nodes that enter and exit autocast regions when a graph runs."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from amp_fx.graphs.policy_mode import enter_policy, exit_policy
-from amp_fx.regions.policy_numbers import pin
 from amp_fx.torch_private.autocast import enter_autocast, exit_autocast
 
 if TYPE_CHECKING:
@@ -13,37 +11,25 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-    from amp_fx.policies.policy import Policy
-
-ENTERS = (enter_autocast, enter_policy)
-EXITS = (exit_autocast, exit_policy)
-MARKERS = (*ENTERS, *EXITS)
+MARKERS = (enter_autocast, exit_autocast)
 
 
-def enter_region(
-    graph: fx.Graph, regions: Iterable[tuple[Any, ...]], policy: Policy | None = None
-) -> list[fx.Node]:
-    """Adds and returns nodes that enter regions of ``torch.autocast``, and a policy."""
-    enters = [graph.call_function(enter_autocast, region) for region in regions]
-    if policy is not None:
-        enters.append(graph.call_function(enter_policy, (pin(policy),)))
-    return enters
+def enter_region(graph: fx.Graph, regions: Iterable[tuple[Any, ...]]) -> list[fx.Node]:
+    """Adds and returns nodes that enter regions of ``torch.autocast``."""
+    return [graph.call_function(enter_autocast, region) for region in regions]
 
 
 def exit_region(graph: fx.Graph, enters: list[fx.Node]) -> list[fx.Node]:
     """Adds and returns the nodes that exit the regions of ``enter_region``."""
-    counterparts: dict[Any, Any] = dict(zip(ENTERS, EXITS, strict=True))
     # Regions nest, so the last one is exited first.
-    return [graph.call_function(counterparts[node.target], (node,)) for node in reversed(enters)]
+    return [graph.call_function(exit_autocast, (node,)) for node in reversed(enters)]
 
 
-def surround(
-    graph: fx.Graph, regions: Iterable[tuple[Any, ...]], policy: Policy | None = None
-) -> None:
+def surround(graph: fx.Graph, regions: Iterable[tuple[Any, ...]]) -> None:
     """Enters regions before the first op of a graph, and exits them after the last."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(first):
-        enters = enter_region(graph, regions, policy)
+        enters = enter_region(graph, regions)
     with graph.inserting_before(graph.output_node()):
         exit_region(graph, enters)
     graph.lint()

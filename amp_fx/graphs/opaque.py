@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx.node import map_aggregate, map_arg
 
 from amp_fx.graphs.metadata import OPAQUE, SITE
-from amp_fx.graphs.policy_mode import policy_applied
 from amp_fx.graphs.sizes import hint, num_elements
 from amp_fx.graphs.values import (
     adopt_captured,
@@ -22,7 +20,6 @@ from amp_fx.graphs.values import (
     tensors_in,
     value_of,
 )
-from amp_fx.regions.module_stack import NO_FRAME, module_stack
 from amp_fx.regions.state import no_autocast
 from amp_fx.torch_private.autograd import (
     enter_dual_level,
@@ -36,7 +33,6 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-    from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.torch_private.fake_tensors import FakeTensorMode
     from amp_fx.torch_private.ops import OpOverload
 
@@ -71,11 +67,8 @@ def in_steps(graph: fx.Graph) -> Iterator[list[fx.Node]]:
         yield [node]
 
 
-def evaluate_opaque(
-    node: fx.Node, fake_mode: FakeTensorMode | None, frame: CompileFrame = NO_FRAME
-) -> None:
+def evaluate_opaque(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
     """Evaluates an opaque node under native autocast and records its value."""
-    _resolve_module_policy([node], frame)
     args, kwargs = argument_values(node)
     captured = captured_value(node)
     # Without tensors, autocast changes nothing, and the call may have effects.
@@ -87,17 +80,13 @@ def evaluate_opaque(
 
 
 def evaluate_together(
-    nodes: list[fx.Node],
-    fake_mode: FakeTensorMode | None,
-    frame: CompileFrame = NO_FRAME,
-    recorder: MixtureRecorder | None = None,
+    nodes: list[fx.Node], fake_mode: FakeTensorMode | None, recorder: MixtureRecorder | None = None
 ) -> None:
     """Evaluates the nodes of one transform and records the values of its results.
 
     Values inside the transform are wrapped or dual tensors, which must not outlive it. For their
     nodes, the captured values are recorded.
     """
-    _resolve_module_policy(nodes, frame)
     values: dict[fx.Node, Any] = {}
     with (
         native_autocast(nodes[0], fake_mode),
@@ -167,27 +156,9 @@ def _zeros_like(value: Any) -> Any:
     return hint(value)
 
 
-def _resolve_module_policy(nodes: list[fx.Node], frame: CompileFrame) -> None:
-    """Replaces the policy of opaque nodes by its rules for their module.
-
-    When the compiled graph runs, no module is being called.
-    """
-    site = SITE.of(nodes[0])
-    policy = site.state.policy
-    if policy is None or not policy.resolver.depends_on_module:
-        return
-    state = site.state.with_policy(policy.for_modules(module_stack(nodes[0], frame)))
-    for node in nodes:
-        SITE.put(node, dataclasses.replace(SITE.of(node), state=state))
-
-
 @contextlib.contextmanager
 def native_autocast(node: fx.Node, fake_mode: FakeTensorMode | None) -> Iterator[None]:
-    """Context with fake tensors and the autocast state, grad mode and policy of a node's site."""
+    """Context with fake tensors and the autocast state and grad mode of a node's site."""
     site = SITE.of(node)
-    with (
-        analysis(fake_mode, is_grad_enabled=site.is_grad_enabled),
-        site.state.applied(),
-        policy_applied(site.state.policy),
-    ):
+    with analysis(fake_mode, is_grad_enabled=site.is_grad_enabled), site.state.applied():
         yield

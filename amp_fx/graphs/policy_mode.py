@@ -1,29 +1,36 @@
-"""Applies custom policies in eager code and in code that Dynamo captures.
+"""Tells compiled code the policy of a region.
 
-``PolicyMode`` intercepts each call of a torch function. In eager code, it treats the call as the
-passes treat a node (``policy_calls``). When Dynamo traces the mode, the mode only annotates nodes
-with the number of the policy (``annotated_policy``), and Dynamo's guards compare that number.
+``PolicyMode`` is a mode because Dynamo traces modes, compares them in its guards, and enters them
+again after a graph break. When Dynamo traces it, it annotates nodes with the number of the policy
+(``annotated_policy``). In eager code it changes nothing, and warns.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
+import sys
+import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import binary_cross_entropy
 from torch.overrides import TorchFunctionMode
 
+from amp_fx.errors import PolicyError, PolicyWarning
 from amp_fx.graphs.bodies import argument_graphs, has_shared_body
+from amp_fx.graphs.locations import lines_of, target_name
 from amp_fx.graphs.metadata import CUSTOM
-from amp_fx.graphs.policy_calls import find_call, outside_of_dynamo
-from amp_fx.regions.policy_numbers import number_of, policy_of
-from amp_fx.regions.state import left_on_error
+from amp_fx.policies.calls import is_changeable
+from amp_fx.policies.changes import expand_ops
+from amp_fx.policies.policy import preset
+from amp_fx.regions.policy_numbers import number_of, pin, policy_of
 from amp_fx.torch_private.modes import function_modes
 from amp_fx.torch_private.tracing import TracingContext
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import fx
 
@@ -33,7 +40,7 @@ _ANNOTATION = "amp_fx_policy_"
 
 
 class PolicyMode(TorchFunctionMode):
-    """Mode that applies a policy. If modes are nested, the innermost one wins.
+    """Mode that marks code with a policy. If modes are nested, the innermost one wins.
 
     Does not override ``__enter__``, so that Dynamo can break a graph inside the mode.
 
@@ -46,22 +53,88 @@ class PolicyMode(TorchFunctionMode):
         self.number = number
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls a function under the policy."""
+        """Calls a function: annotated if Dynamo traces it, else unchanged."""
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():
             with torch.fx.traceback.annotate({f"{_ANNOTATION}{self.number}": True}):
-                # Autocast bans the op, and Dynamo raises the ban as an error of the program. The
-                # policy may allow it, so eager code calls the op.
-                if func is binary_cross_entropy and args[0].device.type != "cpu":
-                    torch._dynamo.graph_break()
                 # The method calls ``super()``, which breaks the graph.
                 if func is torch.Tensor.unflatten:
                     return torch.unflatten(*args, **kwargs)
                 return func(*args, **kwargs)
-        call = outside_of_dynamo(find_call, self.number, func, args, kwargs)
-        if call is None:
-            return func(*args, **kwargs)
-        return outside_of_dynamo(call, func, args, kwargs)
+        if _is_ignored(self.number, func, args):
+            _warn_of_eager_code()
+        return func(*args, **kwargs)
+
+
+def _is_ignored(number: int, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Returns True if an eager call is under autocast and the policy differs for its op.
+
+    Graphs that amp_fx compiled run with autocast off.
+    """
+    tensor = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
+    if tensor is None or not tensor.is_floating_point() or torch.compiler.is_exporting():
+        return False
+    device_type = tensor.device.type
+    if not torch.amp.is_autocast_available(device_type):
+        return False
+    name = getattr(func, "__name__", "").strip("_")
+    return torch.is_autocast_enabled(device_type) and _differs(number, name, device_type)
+
+
+@functools.lru_cache(maxsize=4096)
+def _differs(number: int, name: str, device_type: str) -> bool:
+    """Returns True if a policy may treat an op otherwise than PyTorch's policy."""
+    policy = policy_of(number)
+    try:
+        ops = expand_ops(name)
+    except PolicyError:
+        return False
+    if policy.modules and any(map(is_changeable, ops)):
+        return True
+    table, default = (each.tables.get(device_type, {}) for each in (policy, preset("torch")))
+    has_arguments = any(op in override.overloads for override in policy.args for op in ops)
+    return has_arguments or any(table.get(op) != default.get(op) for op in ops)
+
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+_warned: set[tuple[str, str]] = set()
+
+
+def _warn_of_eager_code() -> None:
+    """Warns once for each function that runs eagerly in a region with a policy."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    place = frame.f_code.co_filename, frame.f_code.co_name
+    if place in _warned:
+        return
+    _warned.add(place)
+    warnings.warn(
+        f"{place[1]!r} ({place[0]}:{frame.f_lineno}) runs eagerly in a region with a policy: "
+        "policies apply to compiled code only, and eager code follows torch.autocast",
+        PolicyWarning,
+        stacklevel=3,
+    )
+
+
+def warn_of_policy(
+    gm: fx.GraphModule, nodes: list[fx.Node], policy: Policy, device_types: tuple[str, ...]
+) -> None:
+    """Warns of opaque nodes if a policy differs for an op in them: it does not reach them."""
+    number = pin(policy)
+    bodies = [body.graph.nodes for node in nodes for body in argument_graphs(gm, node)]
+    inside = itertools.chain(nodes, *bodies)
+    targets = {str(getattr(node.target, "__name__", node.target)) for node in inside}
+    names = {target.partition(".")[0] for target in targets}
+    if any(_differs(number, name, kind) for name in names for kind in device_types):
+        lines = [line for line in lines_of(nodes[0]) if not line.file.startswith(_LIBRARIES)]
+        place = f"{lines[-1].file}:{lines[-1].number}: {lines[-1].code}" if lines else "?"
+        warnings.warn(
+            f"{target_name(nodes[0])} ({place}) follows torch.autocast: the policy does not reach "
+            "inside",
+            PolicyWarning,
+            stacklevel=2,
+        )
 
 
 def annotated_policy(gm: fx.GraphModule, node: fx.Node) -> Policy | None:
@@ -95,38 +168,19 @@ def ambient_policy() -> Policy | None:
     return policy_of(modes[-1].number) if modes else None
 
 
-def enter_policy(number: int) -> PolicyMode:
-    """Enters the mode of a policy; a node before an opaque node calls this function."""
-    mode = PolicyMode(number)
-    mode.__enter__()  # type: ignore[no-untyped-call]
-    return mode
-
-
-def exit_policy(mode: PolicyMode) -> None:
-    """Exits the mode that ``enter_policy`` entered."""
-    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-
-@contextlib.contextmanager
-def markers_left_on_error() -> Iterator[None]:
-    """Context that exits the regions and modes of a graph if an exception skips its markers."""
-    depth = len(function_modes())
-    try:
-        with left_on_error():
-            yield
-    except BaseException:
-        # The markers that exit these modes are after the node that failed.
-        for mode in reversed(function_modes()[depth:]):
-            mode.__exit__(None, None, None)
-        raise
-
-
 @contextlib.contextmanager
 def policy_applied(policy: Policy | None) -> Iterator[None]:
-    """Context that applies an interned policy; None changes nothing."""
+    """Context in a region with an interned policy; None changes nothing."""
     with contextlib.nullcontext() if policy is None else PolicyMode(number_of(policy)):
         yield
 
 
-SKIPPED = (PolicyMode.__torch_function__, ambient_policy, policy_applied)
+SKIPPED = (
+    PolicyMode.__torch_function__,
+    ambient_policy,
+    policy_applied,
+    _is_ignored,
+    _differs,
+    _warn_of_eager_code,
+)
 """Functions that Dynamo must not compile as separate frames."""

@@ -41,7 +41,8 @@ def record(
     ``amp_fx.record(step, "a.trace")(*inputs)`` runs the step once, op by op, forward and backward,
     and writes a file. ``python -m amp_fx diff a.trace b.trace`` compares two files, which may be
     of different versions of torch, of different machines, or of eager and compiled code. Code
-    that is compiled runs eagerly, with the same casts. State and random numbers are restored.
+    that is compiled runs eagerly, with the same casts; under a policy it follows
+    ``torch.autocast``, and a warning says so. State and random numbers are restored.
 
     Args:
         step: A module or a function. If it does not call ``backward``, outputs that require

@@ -18,7 +18,6 @@ from amp_fx.tables.float8 import LIMITS, MULTIPLE, PRODUCTS, RECIPES, SOURCES
 from amp_fx.torch_private.autograd import skip_frames_of
 from amp_fx.torch_private.fake_tensors import FakeTensor
 from amp_fx.torch_private.kernels import scaled_mm
-from amp_fx.torch_private.modes import current_dispatch_mode
 from amp_fx.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
@@ -276,19 +275,6 @@ float8_product = torch.ops.amp_fx.float8_product.default
 """
 
 
-def weight_of(call: Call) -> tuple[torch.Tensor | None, bool]:
-    """Returns the parameter that is the weight of a product, and True if its rows are outputs.
-
-    The argument of the call may also be the transposed parameter.
-    """
-    operands = PRODUCTS[qualified_name(call[0])]
-    argument, has_rows = bind(*call)[operands.weight], operands.has_rows_of_outputs
-    if isinstance(argument, torch.nn.Parameter):
-        return argument, has_rows
-    base = transposed_base(argument)
-    return (base, not has_rows) if isinstance(base, torch.nn.Parameter) else (None, has_rows)
-
-
 def transposed_base(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns the base of a tensor if the tensor is its transpose (``mT``), otherwise None."""
     base = tensor._base if tensor._is_view() else None
@@ -299,38 +285,3 @@ def transposed_base(tensor: torch.Tensor) -> torch.Tensor | None:
     is_same = is_transpose and tensor.storage_offset() == base.storage_offset()
     is_differentiable = not torch.is_grad_enabled() or tensor.requires_grad == base.requires_grad
     return base if is_same and is_differentiable else None
-
-
-def run_float8(
-    call: Call, weight: torch.Tensor, settings: Float8, *, has_rows_of_outputs: bool
-) -> torch.Tensor:
-    """Computes a product in float8 in eager code.
-
-    Args:
-        call: The call with its inputs in the low dtype.
-        weight: The stored weight.
-        settings: The float8 settings of the policy.
-        has_rows_of_outputs: True if the weight is ``[outputs, inputs]``.
-    """
-    recipe, source = settings.recipe, settings.source
-    operands, bound = PRODUCTS[qualified_name(call[0])], bind(*call)
-    x, has_rows = bound[operands.input], has_rows_of_outputs
-    has_gradient = torch.is_grad_enabled()
-    is_back = has_gradient and x.requires_grad
-    differentiable_weight = weight if has_gradient and weight.requires_grad else None
-
-    def run() -> torch.Tensor:
-        quantized = float8_weight(weight, recipe, has_rows, False, source)
-        back = float8_weight(weight, recipe, has_rows, True, source) if is_back else (None, None)
-        result: torch.Tensor = float8_product(
-            x, differentiable_weight, recipe, *quantized, *back, has_rows
-        )
-        return result
-
-    mode: Any = current_dispatch_mode()
-    if hasattr(mode, "run_float8"):  # amp_fx.accuracy measures it as one op
-        result: torch.Tensor = mode.run_float8(run, x, weight, recipe, has_rows)
-    else:
-        result = run()
-    bias = bound.get(operands.bias)
-    return result if bias is None else result + bias

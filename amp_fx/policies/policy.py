@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         ArgOverride,
         ModuleOverride,
         ModulePolicy,
-        ModuleStack,
         OpOverride,
         Treatment,
     )
@@ -216,18 +215,6 @@ class Policy:
         """
         table = self.tables.get(device_type)
         return None if table is None else table.get(op.name())  # type: ignore[no-untyped-call]
-
-    def for_modules(self, stack: ModuleStack) -> Policy:
-        """Returns a policy that is evaluated as if inside the given modules.
-
-        A compiled graph does not run inside modules. The overrides for the given modules therefore
-        apply to all modules of the copy.
-        """
-        if not self.resolver.depends_on_module:
-            return self
-        overrides = self.resolver.module_overrides(stack)
-        modules = tuple(dataclasses.replace(m, pattern="*") for m in reversed(overrides))
-        return dataclasses.replace(self, modules=modules)
 
     @functools.cached_property
     def resolver(self) -> Resolver:

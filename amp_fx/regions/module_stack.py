@@ -114,13 +114,6 @@ def linear_ends(modules: Iterable[nn.Module]) -> dict[str, torch.Tensor] | None:
     return {path: m.weight for path, m in (linears[0], linears[-1])} if linears else None
 
 
-def is_linear_end(weight: torch.Tensor) -> bool:
-    """Returns True if a weight belongs to the first or last linear layer of the running model."""
-    paths, modules = running_modules()
-    ends = linear_ends(module for _, module in paths.roots()) if modules else None
-    return ends is not None and any(weight is end for end in ends.values())
-
-
 def current_stack() -> ModuleStack:
     """Returns the modules that the calling thread is executing in eager code."""
     paths, modules = running_modules()

@@ -14,7 +14,6 @@ from torch._dynamo.aot_compile_types import (
     BundledAOTAutogradSerializableCallable,
     SerializableCallable,
 )
-from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizedModule, _NullDecorator, innermost_backend, skip_code
 from torch._dynamo.exc import (
     BackendCompilerFailed,
@@ -47,7 +46,6 @@ __all__ = (
     "Source",
     "TorchRuntimeError",
     "Unsupported",
-    "compile_lock",
     "config",
     "counters",
     "innermost_backend",
@@ -58,7 +56,6 @@ __all__ = (
 )
 
 NullDecorator = _NullDecorator
-compile_session = torch.compiler._compile_session_context
 optimize = torch._dynamo.optimize
 
 

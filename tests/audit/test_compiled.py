@@ -11,6 +11,7 @@ import torch.nn.functional as F  # noqa: N812, torch's own spelling
 from torch import Tensor, nn
 
 import amp_fx
+from amp_fx.errors import PolicyWarning
 from amp_fx.numerics.shadow import backend_of
 
 if TYPE_CHECKING:
@@ -60,11 +61,6 @@ def by_amp_fx(model: nn.Module) -> Any:
     return loss_of(amp_fx.compile(model, options=EAGER))
 
 
-def with_policy(model: nn.Module) -> Any:
-    policy = amp_fx.preset("torch").with_ops({"gelu": "fp32"})
-    return loss_of(amp_fx.compile(model, policy=policy, options=EAGER))
-
-
 def whole_step(model: nn.Module) -> Any:
     return torch.compile(loss_of(model), backend="amp_fx", options=EAGER)
 
@@ -102,13 +98,21 @@ WAYS: dict[Any, str] = {
     in_float16: "float16",
     by_method: "bfloat16",
     by_amp_fx: "bfloat16",
-    with_policy: "bfloat16",
     whole_step: "bfloat16",
     compiled_function: "bfloat16",
     compiled_method: "bfloat16",
     around: "bfloat16",
     switched_off: "float32",
 }
+
+
+def test_a_policy_is_not_audited_and_a_warning_says_so() -> None:
+    policy = amp_fx.preset("torch").with_ops({"gelu": "fp32"})
+    step = loss_of(amp_fx.compile(net(), policy=policy, options=EAGER))
+    x, y = torch.randn(4, 16), torch.zeros(4, dtype=torch.long)
+    with pytest.warns(PolicyWarning, match="'forward' .* policies apply to compiled code only"):
+        report = amp_fx.audit(step)(x, y)
+    assert report.loss == amp_fx.audit(by_amp_fx(net()))(x, y).loss
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

@@ -1,21 +1,17 @@
-"""custom_function: custom_fwd and custom_bwd, eager and compiled, with and without a policy."""
+"""custom_function: custom_fwd and custom_bwd, eager and compiled."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import amp_fx
-from amp_fx import CastPolicy, preset
 from amp_fx.errors import OptionError, RegionError
 from tests.programs import assert_same_bits, compiled, run_program
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -54,14 +50,6 @@ def apply(function: Any, *args: torch.Tensor) -> torch.Tensor:
     return result
 
 
-POLICIES = {
-    "torch": None,
-    "float32": preset("torch").with_device(
-        "cpu", {**preset("torch").tables["cpu"], "aten::matmul": CastPolicy.FP32}
-    ),
-}
-
-
 @pytest.fixture
 def args(rng: torch.Generator) -> tuple[torch.Tensor, ...]:
     return tuple(torch.randn(3, 3, generator=rng).requires_grad_() for _ in range(2))
@@ -79,29 +67,19 @@ def test_same_as_torch_amp(
     assert_same_bits(*runs)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("cast_inputs", [None, f16])
-def test_compiled_as_eager(
-    policy: str, cast_inputs: torch.dtype | None, args: tuple[torch.Tensor, ...]
-) -> None:
+def test_compiled_as_eager(cast_inputs: torch.dtype | None, args: tuple[torch.Tensor, ...]) -> None:
     function = make_function(amp_fx, cast_inputs)
 
     def call(a: torch.Tensor, b: torch.Tensor) -> Any:
         return apply(function, a, b)
 
-    def in_region(inner: Callable[..., Any]) -> Callable[..., Any]:
-        return amp_fx.autocast("cpu", policy=POLICIES[policy])(inner)
-
-    eager, ours = run_program(in_region(call), args), run_program(in_region(compiled(call)), args)
-    expected = f16 if cast_inputs is not None else f32 if policy == "float32" else bf16
-    assert eager.outputs[0].dtype == expected
+    eager, ours = run_program(call, args, bf16), run_program(compiled(call), args, bf16)
+    assert eager.outputs[0].dtype == (cast_inputs or bf16)
     assert_same_bits(ours, eager)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_backward_runs_with_the_state_of_forward(
-    policy: str, args: tuple[torch.Tensor, ...]
-) -> None:
+def test_backward_runs_with_the_state_of_forward(args: tuple[torch.Tensor, ...]) -> None:
     seen = []
 
     class Look(torch.autograd.Function):
@@ -116,10 +94,10 @@ def test_backward_runs_with_the_state_of_forward(
             seen.append((grad @ grad).dtype)
             return grad
 
-    with amp_fx.autocast("cpu", f16, policy=POLICIES[policy]):
+    with torch.autocast("cpu", f16):
         result = apply(Look, args[0])
     torch.autograd.backward(result.sum())
-    assert seen == [f16 if policy == "torch" else f32]
+    assert seen == [f16]
 
 
 def make_function_with_setup_context(

@@ -14,6 +14,7 @@ import amp_fx
 from amp_fx.errors import ArgumentTypeError, OptionError, PolicyError, UnsupportedError
 from amp_fx.exporting.program import weight_bytes
 from tests.exporting.oracle import saved_and_loaded
+from tests.programs import compiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -248,7 +249,7 @@ def test_a_policy_by_module_and_by_region() -> None:
     assert dtypes(program)["0.weight"] == torch.bfloat16
     assert dtypes(program)["3.weight"] == torch.float32
     with torch.no_grad(), amp_fx.autocast("cpu", torch.bfloat16, policy=policy):
-        expected = model(x)
+        expected = compiled(model)(x)
         program = amp_fx.export(model, (x,))
     same_bits(program.module()(x), expected)
 

@@ -70,9 +70,11 @@ def test_policy_allows_it_bare(args: tuple[torch.Tensor, torch.Tensor], allowing
     assert call(args[0].float(), args[1]).dtype == f32
 
 
-def test_policy_of_a_region_allows_it(
-    args: tuple[torch.Tensor, torch.Tensor], allowing: Policy
+def test_no_policy_of_a_region_allows_it(
+    args: tuple[torch.Tensor, torch.Tensor], allowing: Policy, message: str
 ) -> None:
-    with amp_fx.autocast("cpu", enabled=False, policy=allowing), fake_cuda_region(f16):
-        assert loss(*args).dtype == f32
-        assert compiled(loss)(*args).dtype == f32
+    """Dynamo meets PyTorch's own kernel first."""
+    region = amp_fx.autocast("cpu", enabled=False, policy=allowing)
+    with region, fake_cuda_region(f16), pytest.raises(RuntimeError) as raised:
+        compiled(loss)(*args)
+    assert all(line in str(raised.value) for line in message.splitlines())

@@ -34,15 +34,10 @@ def x(rng: torch.Generator) -> torch.Tensor:
 
 
 def both(program: Program, x: torch.Tensor, policy: Policy) -> list[Run]:
-    """Through amp_fx.compile, and eagerly in a region."""
-
-    def eager(x: torch.Tensor) -> torch.Tensor:
-        with amp_fx.autocast("cpu", policy=policy):
-            result: torch.Tensor = program(x)
-            return result
-
+    """Through amp_fx.compile, and in a region."""
     fast = amp_fx.compile(program, policy=policy, options={"compiler": "eager"})
-    return [run_program(call, [x]) for call in (fast, eager)]
+    region = amp_fx.autocast("cpu", policy=policy)(compiled(program))
+    return [run_program(call, [x]) for call in (fast, region)]
 
 
 @pytest.mark.parametrize("how", ["class", "op"])

@@ -10,6 +10,7 @@ from torch import nn
 
 import amp_fx
 from amp_fx import Policy
+from amp_fx.errors import PolicyWarning
 from amp_fx.policies.changes import module_path
 from tests.programs import compiled
 
@@ -92,12 +93,12 @@ POLICIES = {
 @pytest.mark.parametrize("pattern", POLICIES)
 @torch.no_grad()  # Dynamo reads the .grad of what it resumes with
 def test_equal_modules_are_told_apart(pattern: str) -> None:
-    """After a graph break each is compiled alone; eager code and opaque nodes know as well."""
+    """After a graph break each is compiled alone."""
     policy = Policy.default().with_modules({pattern: "fp32"})
     torch.manual_seed(0)
     net, x = Net(), torch.randn(4, 4)
-    with amp_fx.autocast("cpu", policy=policy):
-        expected = net(x)
+    with torch.autocast("cpu"):
+        expected = compiled(net, policy=policy)(x)
     assert dtypes(expected) == POLICIES[pattern]
     bare = compiled(net, policy=policy)
     around = amp_fx.compile(net, policy=policy, options={"compiler": "eager"})
@@ -108,41 +109,6 @@ def test_equal_modules_are_told_apart(pattern: str) -> None:
             torch.testing.assert_close(call(x), outputs, rtol=0, atol=0)
 
 
-def test_opaque_nodes_run_by_the_policy_of_their_module() -> None:
-    """In one graph, where no module is on the stack; the function keeps its own gradient."""
-    net, x = EachAlone(Custom() for _ in range(3)), torch.randn(4, 4)
-    policy = Policy.default().with_modules({"1": "fp32"})
-    for compiler in ("eager", "aot_eager"):
-        torch._dynamo.reset()
-        x = x.detach().requires_grad_()
-        call = compiled(net, compiler=compiler)
-        with amp_fx.autocast("cpu", policy=policy):
-            outputs = call(x)
-        assert dtypes(outputs) == [bf16, f32, bf16]
-        [grad] = torch.autograd.grad(outputs[1].sum(), x)
-        weight = net.get_parameter("1.weight")
-        expected = torch.ones(4, 4) @ weight.t() * 3
-        torch.testing.assert_close(grad, expected)
-
-
-def test_disabled_functions_know_their_module() -> None:
-    class Skipped(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = skipped(x, x)
-            return result
-
-    skipped: Any = torch.compiler.disable(torch.matmul)  # type: ignore[no-untyped-call]
-
-    net: Any = nn.Sequential(Skipped(), Skipped())
-    policy = Policy.default().with_modules({"1": "fp32"})
-
-    def program(x: torch.Tensor) -> list[torch.Tensor]:
-        return [net[0](x), net(x)]
-
-    first, last = amp_fx.compile(program, policy=policy)(torch.randn(4, 4))
-    assert (first.dtype, last.dtype) == (bf16, f32)
-
-
 def test_paths_begin_at_the_compiled_module() -> None:
     net = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
     policy = Policy.default().with_modules({"0.0": "fp32"})
@@ -150,8 +116,9 @@ def test_paths_begin_at_the_compiled_module() -> None:
     fast: Any = compiled(net, policy=policy, output_dtype="autocast")
     outer = nn.Sequential(nn.Identity(), fast)
     assert outer(x).dtype == f32
-    with amp_fx.autocast("cpu", policy=policy):
-        assert net[0](x).dtype == bf16, "called alone it is the outermost module"
+    alone: Any = compiled(net[0], policy=policy, output_dtype="autocast")
+    with pytest.warns(PolicyWarning, match="no module of Sequential matches '0.0'"):
+        assert alone(x).dtype == bf16, "called alone it is the outermost module"
 
 
 @pytest.mark.parametrize("argument", [0, 1])

@@ -185,34 +185,6 @@ def test_a_translator_refuses_frames_under_transforms_in_this_method() -> None:
     assert error.frame_exec_strategy is not None
 
 
-def test_dynamo_compiles_under_this_lock() -> None:
-    free: list[bool] = []
-
-    def backend(gm: fx.GraphModule, _: Any) -> Any:
-        import threading
-
-        def ask() -> None:
-            got = dynamo.compile_lock.acquire(blocking=False)
-            free.append(got)
-            if got:
-                dynamo.compile_lock.release()
-
-        thread = threading.Thread(target=ask)
-        thread.start()
-        thread.join()
-        return gm.forward
-
-    compiled(lambda x: x + 1, backend, torch.ones(2))
-    assert free == [False]
-
-
-def test_a_session_says_that_this_thread_compiles() -> None:
-    assert not torch.compiler.is_compiling()
-    with dynamo.compile_session():
-        pass
-    assert not torch.compiler.is_compiling()
-
-
 def test_isolated_recompiles_leave_other_callers_alone() -> None:
     calls: list[str] = []
 

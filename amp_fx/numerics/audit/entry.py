@@ -48,7 +48,8 @@ def audit(
 
     ``amp_fx.audit(step)(*inputs)`` runs one step and observes each op: forward, backward and
     the step of the optimizer. It restores parameters, buffers, gradients, states of optimizers and
-    of scalers, and random numbers, bit for bit. Compiled code runs eagerly, with the same casts.
+    of scalers, and random numbers, bit for bit. Compiled code runs eagerly, with the same casts;
+    under a policy it follows ``torch.autocast``, and a warning says so.
 
     Args:
         step: A whole training step, which calls ``backward`` and the optimizer. Or a module or
