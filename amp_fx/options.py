@@ -22,7 +22,7 @@ from amp_fx.tables.lean import has_low_sums
 from amp_fx.torch_private.autocast import privateuse1_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from amp_fx.passes.base import Pass
 
@@ -43,7 +43,10 @@ class Options:
             ``default_dtype`` of the device.
         policy: A ``Policy``, the name of a preset, or the path of a policy file (``*.toml``). A
             file is read each time a graph is compiled.
-        compiler: ``"inductor"``, ``"aot_eager"`` or ``"eager"``.
+        compiler: ``"inductor"``, ``"aot_eager"`` or ``"eager"``; or a backend of Dynamo, such as
+            that of a new device: a function ``compiler(gm, example_inputs)`` that returns a
+            callable. It gets each rewritten graph, with its casts, and differentiates it like any
+            graph of Dynamo; casts of weights are not cached.
         output_dtype: ``"original"``: outputs have the dtypes of the uncompiled program.
             ``"autocast"``: outputs have the dtypes that autocast leaves, except values that the
             program reads after a graph break. Inside a region, both are the same.
@@ -93,7 +96,7 @@ class Options:
 
     dtype: torch.dtype | None = None
     policy: Policy = dataclasses.field(default_factory=lambda: preset("torch"))
-    compiler: str = "inductor"
+    compiler: str | Callable[..., Any] = "inductor"
     output_dtype: str = "original"
     weight_cache: bool | str = True
     verify: str = "sample"
@@ -137,6 +140,18 @@ class Options:
         if parsed.get("numerics") == "eager":
             _add_implied(parsed)
         return cls(**parsed, inductor=tuple(given.items()))
+
+    @property
+    def compiler_name(self) -> str:
+        """Name of the compiler for messages."""
+        if isinstance(self.compiler, str):
+            return self.compiler
+        return getattr(self.compiler, "__name__", type(self.compiler).__name__)
+
+    @property
+    def uses_aot_autograd(self) -> bool:
+        """True if amp_fx passes graphs to AOTAutograd, which lets it cache casts of weights."""
+        return self.compiler in ("inductor", "aot_eager")
 
     @property
     def has_wide_weight_grads(self) -> bool:
@@ -194,12 +209,20 @@ def _to_verify(name: str, value: Any) -> str:
 
 
 _CHOICES = {
-    "compiler": COMPILERS,
     "output_dtype": OUTPUT_DTYPES,
     "verify": VERIFY,
     "weight_grads": WEIGHT_GRADS,
     "numerics": NUMERICS,
 }
+
+
+def _to_compiler(name: str, value: Any) -> str | Callable[..., Any]:
+    if callable(value):
+        return value  # type: ignore[no-any-return]
+    if not isinstance(value, str) or value not in COMPILERS:
+        allowed = ", ".join(map(repr, COMPILERS))
+        raise OptionError(f"{name}={value!r} is not one of {allowed}, or a backend of Dynamo")
+    return value
 
 
 def _to_choice(name: str, value: Any, allowed: Sequence[str] = ()) -> str:
@@ -295,7 +318,7 @@ def _add_disabled(parsed: dict[str, Any]) -> None:
 _CONVERT = {
     "dtype": _to_low_dtype,
     "policy": _to_policy,
-    "compiler": _to_choice,
+    "compiler": _to_compiler,
     "output_dtype": _to_choice,
     "weight_cache": _to_weight_cache,
     "verify": _to_verify,

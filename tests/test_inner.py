@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config
 
 from amp_fx.backend import inner
@@ -94,3 +96,50 @@ def test_region_markers_are_cacheable_while_compiling_only() -> None:
 def test_errors_while_compiling_come_out() -> None:
     with pytest.raises(ZeroDivisionError), region_markers_cacheable():
         raise ZeroDivisionError
+
+
+def make_and_train(compiler: Any, x: torch.Tensor) -> list[torch.Tensor]:
+    """The result of a network under autocast, and its gradients."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 4))
+    run = model if compiler is None else compiled(model, compiler=compiler)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = run(x).softmax(-1)
+    return [out, *torch.autograd.grad(out.float().square().sum(), [*model.parameters()])]
+
+
+def plain_backend(gm: Any, example_inputs: Any) -> Any:
+    """A backend of Dynamo that calls the graph as it is."""
+    assert example_inputs
+    assert "_to_copy" in gm.code
+    return gm.forward
+
+
+def aot_backend(gm: Any, example_inputs: Any) -> Any:
+    """A backend of Dynamo that lets AOTAutograd differentiate the graph."""
+    assert not torch.is_autocast_enabled("cpu")
+    return aot_autograd(fw_compiler=make_boxed_func_of, bw_compiler=make_boxed_func_of)(
+        gm, example_inputs
+    )
+
+
+def make_boxed_func_of(gm: Any, _: Any) -> Any:
+    return make_boxed_func(gm.forward)
+
+
+@pytest.mark.parametrize("backend", [plain_backend, aot_backend])
+def test_a_backend_of_dynamo_compiles_the_rewritten_graph(backend: Any, x: torch.Tensor) -> None:
+    for ours, native in zip(make_and_train(backend, x), make_and_train(None, x), strict=True):
+        torch.testing.assert_close(ours, native, rtol=0, atol=0)
+
+
+@pytest.mark.falls_back
+def test_a_backend_that_fails_is_named(x: torch.Tensor, caplog: pytest.LogCaptureFixture) -> None:
+    def broken_chip(*_: Any) -> Any:
+        raise ValueError("no code for this graph")
+
+    with caplog.at_level(logging.WARNING, "amp_fx"):
+        made = make_and_train(broken_chip, x)
+    for ours, native in zip(made, make_and_train(None, x), strict=True):
+        torch.testing.assert_close(ours, native, rtol=0, atol=0)
+    assert "because 'broken_chip' failed: ValueError: no code for this graph" in caplog.text

@@ -111,7 +111,7 @@ def compile_with_backward(
         isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
     )
     given = (example_inputs, options, cache)
-    if not has_backward or not state.enabled or options.compiler == "eager":
+    if not has_backward or not state.enabled or not options.uses_aot_autograd:
         with no_autocast():
             return compile_inner(gm, *given)
     if AutocastState.ambient().enabled and ends_at_backward():

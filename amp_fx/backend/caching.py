@@ -531,7 +531,7 @@ def caching(
     """
     weights: dict[int, Weight] = {}
     is_allowed = options.weight_cache and found.state.cache_enabled
-    if is_allowed and options.compiler != "eager":
+    if is_allowed and options.uses_aot_autograd:
         stored = set() if options.freezing else stored_tensors(found.frame.modules())
         weights = cacheable_weights(
             captured, found.gm, example_inputs, frame=found.frame, stored=stored

@@ -148,7 +148,7 @@ def _compile(
         raise  # Dynamo catches these and tries again
     except Exception as error:
         log.debug("falling back", exc_info=True)
-        warn_eager(error, options.compiler, uncompiled.graph)
+        warn_eager(error, options.compiler_name, uncompiled.graph)
         inline_shared_bodies(uncompiled)
         return uncompiled.forward
 

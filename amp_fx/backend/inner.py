@@ -46,12 +46,15 @@ def compile_inner(
         cache: Decides which values of weights are cached; None caches nothing.
         joint_pass: Runs over joint graphs of forward and backward.
     """
-    if options.compiler == "eager" or is_strict(options):
+    if not options.uses_aot_autograd or is_strict(options):
         # Torch differentiates a body only while it traces, and adds up its gradients in another
         # order than eager code.
         inline_shared_bodies(gm)
     if options.compiler == "eager":
         return gm.forward
+    if callable(options.compiler):
+        compiled: Compiled = options.compiler(gm, example_inputs)
+        return compiled
     if options.has_eager_kernels:
         devices = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
         check_devices(devices)
