@@ -45,6 +45,10 @@ NUM_CALLS = 2
 ACCEPTED, RAISES, FIRST = "accepted", "raises", "accepted but for later results"
 DTYPE, STRIDES, FAKE_RAISES = "another dtype", "other strides", "only the fake kernel raises"
 
+DEPENDS_ON_CPU = ("aten::convolution",)
+"""Ops that oneDNN computes on CPUs with units for the dtype. Its kernels reject mixtures that those
+of ATen accept, so these ops count as accepting none."""
+
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Result = list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None]]
 
@@ -92,6 +96,8 @@ class Findings:
     def _with(self, is_wanted: Callable[[set[str]], bool]) -> dict[str, list[str]]:
         table = {}
         for op, by_mixture in sorted(self.outcomes.items()):
+            if op in DEPENDS_ON_CPU:
+                continue
             mixed = {m: set(outcomes) for m, outcomes in by_mixture.items() if len(set(m)) > 1}
             wanted = sorted(m for m, outcomes in mixed.items() if is_wanted(outcomes))
             if wanted:

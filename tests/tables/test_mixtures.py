@@ -46,6 +46,7 @@ ROWS = [
     ("aten::index_put_", "lf", False),
     ("aten::normal.Tensor_Tensor", "fl", True),
     ("aten::addr", "fll", False),
+    ("aten::convolution", "llf", False),
     ("aten::native_layer_norm", "lff", False),
     ("other::op", "fl", False),
 ]
