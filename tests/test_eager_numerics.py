@@ -245,6 +245,22 @@ def test_float32_products_beside_low_ones(verify: str) -> None:
         torch.testing.assert_close(call(inputs), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize("size", [(8,), (1, 8), (1, 1, 8), (2, 1, 8)])
+@torch.no_grad()
+def test_layers_of_vectors_and_single_rows(size: tuple[int, ...], *, is_dynamic: bool) -> None:
+    layer, other = nn.Linear(8, 16), nn.Linear(16, 8, bias=False)
+
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return layer(x), other(layer(x)).sin(), layer(x).flatten(), layer(x.flatten()[:8])
+
+    x = torch.randn(size)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = program(x)
+        found = compiled(program, dynamic=is_dynamic)(x)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @needs.FROZEN_GRAPHS
 @pytest.mark.parametrize("activation", [torch.relu, functional.relu6, functional.hardsigmoid])
 @torch.no_grad()

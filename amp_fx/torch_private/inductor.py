@@ -23,7 +23,7 @@ from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.constant_folding import replace_node_with_constant
 from torch._inductor.decomposition import decompositions, select_decomp_table
 from torch._inductor.freezing_utils import enter_freezing, is_frozen_param, record_has_frozen_params
-from torch._inductor.fx_passes import freezing_patterns
+from torch._inductor.fx_passes import freezing_patterns, mkldnn_fusion
 from torch._inductor.fx_passes.freezing_patterns import freezing_passes
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.graph import GraphLowering
@@ -48,7 +48,7 @@ from torch._inductor.virtualized import V, ops
 from amp_fx.replaced import replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Callable, Collection, Sequence
     from contextlib import AbstractContextManager
 
 __all__ = (
@@ -75,6 +75,7 @@ __all__ = (
     "ops",
     "packing_for_onednn",
     "packing_low_products",
+    "packing_products_of_vectors",
     "record_has_frozen_params",
     "register_lowering",
     "replace_node_with_constant",
@@ -164,6 +165,19 @@ def packing_low_products() -> AbstractContextManager[None]:
     Relies on ``fx_passes.mkldnn_fusion``, which packs float32 products if torch has MKL.
     """
     return replaced((torch._C, "has_mkl", False))
+
+
+def packing_products_of_vectors() -> AbstractContextManager[None]:
+    """Context in which inductor's freezing does not raise for the product of a vector.
+
+    Relies on ``fx_passes.mkldnn_fusion``, which multiplies the sizes before the last one by
+    ``reduce``, and nothing else. A vector has no such sizes.
+    """
+
+    def product(multiply: Callable[[Any, Any], Any], sizes: Sequence[Any]) -> Any:
+        return functools.reduce(multiply, sizes, 1)
+
+    return replaced((mkldnn_fusion, "reduce", product))
 
 
 @dataclasses.dataclass(frozen=True)

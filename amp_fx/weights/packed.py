@@ -419,6 +419,7 @@ def pack(
         freezing_passes,
         packing_for_onednn,
         packing_low_products,
+        packing_products_of_vectors,
         record_has_frozen_params,
         view_to_reshape,
     )
@@ -456,6 +457,7 @@ def pack(
             batch_norm_folding(bool(folds_batch_norm)),
             config.patch({"cpp.enable_concat_linear": True} if chooses_kernels else {}),
             packing_for_onednn() if chooses_kernels else packing_low_products(),
+            packing_products_of_vectors(),
         ):
             splits, sharing = set(_splits(gm.graph)), _outputs_sharing(gm)
             freezing_passes(gm, [example_inputs[i] for i in taken])

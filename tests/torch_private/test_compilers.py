@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import operator
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -441,6 +442,15 @@ def test_float32_products_are_not_packed_without_mkl() -> None:
     assert source.count("and not torch._C.has_mkl") == 1
     with inductor.packing_low_products():
         assert not torch._C.has_mkl
+
+
+def test_the_sizes_of_vectors_have_a_product() -> None:
+    """``tests/test_eager_numerics.py`` compares results."""
+    assert inspect.getsource(mkldnn_fusion).count("reduce(") == 1
+    with inductor.packing_products_of_vectors():
+        product: Any = vars(mkldnn_fusion)["reduce"]
+        assert product(operator.mul, []) == 1
+        assert product(operator.mul, [2, 3]) == 6
 
 
 def test_the_kernel_of_a_template_is_known_before_there_is_a_graph() -> None:
