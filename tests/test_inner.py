@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor import config
 
 from amp_fx.backend import inner
