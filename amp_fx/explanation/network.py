@@ -1,8 +1,7 @@
-"""Explanations as networkx graphs, with some analyses of such graphs."""
+"""Explanations as networkx graphs."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import networkx as nx  # type: ignore[import-untyped]
@@ -12,8 +11,6 @@ from amp_fx.explanation.records import GraphRecord
 from amp_fx.explanation.table import CASTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.records import NodeRecord, TensorRecord
 
@@ -21,7 +18,7 @@ DiGraph: TypeAlias = Any
 """Result of ``to_networkx``, a ``networkx.DiGraph``; networkx has no types."""
 
 LOW = ("bfloat16", "float16")
-_SOURCES = ("input", "weight", "output")
+_NO_OPS = ("input", "weight", "output", *CASTS)
 
 
 def to_networkx(explanation: Explanation | GraphRecord, *, graph: int | None = None) -> DiGraph:
@@ -90,66 +87,12 @@ def _edge_attributes(outputs: tuple[TensorRecord, ...]) -> dict[str, Any]:
     }
 
 
-def cast_chains(network: DiGraph) -> list[list[str]]:
-    """Returns chains of two or more casts without an op between them, from first to last."""
-    casts = network.subgraph([n for n, kind in network.nodes(data="kind") if kind == "cast"])
-    starts = [name for name in casts if casts.in_degree(name) == 0 and casts.out_degree(name)]
-    return [
-        path
-        for start in starts
-        for end in sorted(nx.descendants(casts, start))
-        if casts.out_degree(end) == 0
-        for path in nx.all_simple_paths(casts, start, end)
-    ]
-
-
-@dataclasses.dataclass(frozen=True)
-class DtypeIsland:
-    """Connected ops with the same compute dtype.
-
-    Attributes:
-        dtype: The compute dtype.
-        nodes: Names of the ops, in graph order.
-        flops: Floating-point operations of the ops.
-    """
-
-    dtype: str
-    nodes: tuple[str, ...]
-    flops: int
-
-
-def dtype_islands(network: DiGraph) -> list[DtypeIsland]:
-    """Returns groups of connected ops with the same compute dtype, largest first."""
-    ops = _ops(network)
-    same_dtype = nx.Graph()
-    same_dtype.add_nodes_from(ops)
-    for a, b in ops.edges:
-        if ops.nodes[a]["dtype"] == ops.nodes[b]["dtype"]:
-            same_dtype.add_edge(a, b)
-    order = {name: position for position, name in enumerate(network)}
-    islands = []
-    for component in nx.connected_components(same_dtype):
-        names = tuple(sorted(component, key=order.__getitem__))
-        flops = sum(ops.nodes[name]["flops"] for name in names)
-        islands.append(DtypeIsland(ops.nodes[names[0]]["dtype"], names, flops))
-    return sorted(islands, key=lambda island: -len(island.nodes))
-
-
 def longest_low_path(network: DiGraph) -> list[str]:
     """Returns the longest path of ops that all run in a low dtype, without casts between them."""
-    ops = _ops(network)
-    low = _without(ops, [name for name, dtype in ops.nodes(data="dtype") if dtype not in LOW])
+    low = network.copy()  # unlike a subgraph, a copy has the original order
+    low.remove_nodes_from(
+        name
+        for name, node in network.nodes.items()
+        if node["kind"] in _NO_OPS or node["dtype"] not in LOW
+    )
     return list(nx.dag_longest_path(low)) if low else []
-
-
-def _ops(network: DiGraph) -> DiGraph:
-    """Returns the graph without inputs, weights, outputs and casts."""
-    removed: Iterable[str] = (*_SOURCES, *CASTS)
-    return _without(network, [n for n, kind in network.nodes(data="kind") if kind in removed])
-
-
-def _without(network: DiGraph, names: Iterable[str]) -> DiGraph:
-    """Returns a copy without some nodes. Unlike a subgraph, the copy has the original order."""
-    result = network.copy()
-    result.remove_nodes_from(names)
-    return result

@@ -7,6 +7,7 @@ under a policy.
 
 from __future__ import annotations
 
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,15 +68,8 @@ def reaches_autocast(args: tuple[Any, ...], kwargs: dict[str, Any], device_type:
 
     It does if any tensor of the call is on such a device, whether or not autocast may cast it.
     """
-    return any(_on_device(arg, device_type) for arg in (*args, *kwargs.values()))
-
-
-def _on_device(arg: object, device_type: str) -> bool:
-    if isinstance(arg, torch.Tensor):
-        return arg.device.type == device_type
-    if isinstance(arg, (list, tuple)):
-        return any(_on_device(item, device_type) for item in arg)
-    return False
+    leaves = pytree.tree_leaves((args, kwargs))
+    return any(isinstance(t, torch.Tensor) and t.device.type == device_type for t in leaves)
 
 
 def make_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -245,20 +239,11 @@ def cast_arguments(call: Call, dtypes: Mapping[str, torch.dtype], device_type: s
     # ATen's casts are arguments of one C++ call, which GCC evaluates from right to left. If one
     # tensor is passed twice, the order of its casts determines the order in which gradients add up.
     for name in reversed([name for name in castable_arguments(op) if name in dtypes]):
-        value, dtype = bound.get(name), dtypes[name]
-        if isinstance(value, (list, tuple)):
-            new: Any = [cast_one(v, dtype) for v in value]
-        else:
-            new = cast_one(value, dtype)
-        if _differs(value, new):
-            bound[name], changed = new, True
+        leaves, spec = pytree.tree_flatten(bound.get(name))
+        new = [cast_one(leaf, dtypes[name]) for leaf in leaves]
+        if any(map(operator.is_not, leaves, new)):
+            bound[name], changed = pytree.tree_unflatten(new, spec), True
     return unbind(op, bound) if changed else call
-
-
-def _differs(old: Any, new: Any) -> bool:
-    if isinstance(new, list):
-        return any(a is not b for a, b in zip(old, new, strict=True))
-    return old is not new
 
 
 def castable_tensors(call: Call, *, skipped: Collection[str] = ()) -> list[torch.Tensor]:
@@ -266,8 +251,7 @@ def castable_tensors(call: Call, *, skipped: Collection[str] = ()) -> list[torch
     op, args, kwargs = call
     bound = bind(op, args, kwargs)
     values = [bound.get(name) for name in castable_arguments(op) if name not in skipped]
-    flat = [v for value in values for v in (value if isinstance(value, (list, tuple)) else [value])]
-    return [v for v in flat if isinstance(v, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 CAST_ARGUMENT_TYPES = ("Tensor", "Optional[Tensor]", "List[Tensor]")

@@ -8,7 +8,7 @@ import torch
 
 import amp_fx
 from amp_fx.errors import UnsupportedError
-from amp_fx.explanation.network import cast_chains, dtype_islands, longest_low_path
+from amp_fx.explanation.network import longest_low_path
 from tests.models.explained import mlp
 
 
@@ -42,29 +42,12 @@ def test_several_graphs_are_kept_apart() -> None:
         amp_fx.to_networkx(explanation, graph=2)
 
 
-def network(*edges: tuple[str, str], casts: str = "", low: str = "") -> nx.DiGraph:
-    """A graph whose nodes are letters: casts, ops in bfloat16 and ops in float32."""
+def network(*edges: tuple[str, str], low: str = "") -> nx.DiGraph:
+    """A graph whose nodes are letters: ops in bfloat16 and ops in float32."""
     graph = nx.DiGraph(edges)
     for name, data in graph.nodes(data=True):
-        kind = "cast" if name in casts else "op"
-        data |= {"kind": kind, "dtype": "bfloat16" if name in low else "float32", "flops": 1}
+        data |= {"kind": "op", "dtype": "bfloat16" if name in low else "float32"}
     return graph
-
-
-def test_cast_chains() -> None:
-    graph = network(("a", "x"), ("x", "y"), ("y", "b"), ("b", "z"), ("z", "c"), casts="xyz")
-    assert cast_chains(graph) == [["x", "y"]]
-
-
-def test_dtype_islands() -> None:
-    graph = network(("a", "b"), ("b", "c"), ("c", "d"), ("d", "e"), low="bc")
-    found = [(island.dtype, island.nodes, island.flops) for island in dtype_islands(graph)]
-    assert sorted(found) == [
-        ("bfloat16", ("b", "c"), 2),
-        ("float32", ("a",), 1),
-        ("float32", ("d", "e"), 2),
-    ]
-    assert found[-1] == ("float32", ("a",), 1)
 
 
 def test_longest_low_path() -> None:
