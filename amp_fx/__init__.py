@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from amp_fx import weight_cache
     from amp_fx.accelerators.conformance import conformance
     from amp_fx.accelerators.report import ConformanceReport
-    from amp_fx.backend.pipeline import register_pass
+    from amp_fx.backend.added_passes import register_pass
     from amp_fx.drawing.draw import draw
     from amp_fx.eager.custom_function import custom_bwd, custom_fwd
     from amp_fx.eager.region import autocast
@@ -118,7 +118,7 @@ _MODULES = {
     "record": "amp_fx.numerics.record",
     "register_device": "amp_fx.regions.registered_ops",
     "register_op": "amp_fx.regions.registered_ops",
-    "register_pass": "amp_fx.backend.pipeline",
+    "register_pass": "amp_fx.backend.added_passes",
     "register_pure_op": "amp_fx.graphs.purity",
     "search": "amp_fx.numerics.search",
     "store_low": "amp_fx.stored.entry",

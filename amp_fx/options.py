@@ -269,7 +269,7 @@ def _to_weight_cache(name: str, value: Any) -> bool | str:
 
 
 def _to_passes(name: str, value: Any) -> tuple[Pass, ...]:
-    from amp_fx.backend.pipeline import check_pass
+    from amp_fx.backend.added_passes import check_pass
 
     if not isinstance(value, (list, tuple)):
         raise OptionError(f"{name}={value!r} is not a list of passes")
@@ -307,7 +307,7 @@ def _add_disabled(parsed: dict[str, Any]) -> None:
     given = parsed.get("disable_passes", ())
     if not given and not from_environment:
         return
-    from amp_fx.backend.pipeline import check_disabled
+    from amp_fx.backend.added_passes import check_disabled
 
     added = parsed.get("passes", ())
     check_disabled("disable_passes", given, added)

@@ -18,25 +18,29 @@ are flattened only in generated code that may have other bits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from amp_fx.graphs.bodies import graphs_in
 from amp_fx.graphs.casts import add_call
+from amp_fx.graphs.conditions import VALUES_KNOWN
 from amp_fx.graphs.metadata import VALUE
+from amp_fx.passes.base import PassResult
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from torch import fx
+
+    from amp_fx.graphs.conditions import Condition
 
 aten = torch.ops.aten
 
 
-def flatten_products(
-    graph: fx.Graph, dtypes: Collection[torch.dtype], *, keeps_bits: bool = False
-) -> int:
-    """Flattens products of a graph in place.
+@dataclasses.dataclass(frozen=True)
+class FlattenProducts:
+    """Replaces batched products with one shared matrix by flat products.
 
     Without gradients, ``torch.nn.functional.linear`` computes such a product for an input that is
     not contiguous (``should_fold`` in ``ATen/native/LinearAlgebra.cpp``), for example in
@@ -45,41 +49,45 @@ def flatten_products(
     oneDNN has kernels for bfloat16, the flattened product of rows whose elements are next to each
     other has the same bits (``tests/passes/test_flatten_products.py``).
 
-    Args:
-        graph: A graph of AOTAutograd whose nodes have their values in ``meta["val"]``.
+    Attributes:
         dtypes: Dtypes of the products that are flattened.
         keeps_bits: Whether products are left that may have other bits if they are flattened.
-
-    Returns:
-        The number of products that were flattened.
     """
-    products = graph.find_nodes(op="call_function", target=aten.bmm.default)
-    flattened = [p for p in products if _flatten(graph, p, dtypes, keeps_bits)]
-    if flattened:
-        graph.eliminate_dead_code()
-        graph.lint()
-    return len(flattened)
 
+    name: ClassVar[str] = "flatten_products"
+    requires: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
+    ensures: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
+    dtypes: tuple[torch.dtype, ...]
+    keeps_bits: bool = False
 
-def _flatten(
-    graph: fx.Graph, product: fx.Node, dtypes: Collection[torch.dtype], keeps_bits: bool
-) -> bool:
-    """Flattens one product if possible; returns True if it was flattened."""
-    left, right = product.all_input_nodes[0], product.all_input_nodes[-1]
-    value = VALUE.of(product)
-    sizes = _sizes(value)
-    if sizes is None or value.dtype not in dtypes or not _is_shared(VALUE.of(right)):
-        return False
-    if keeps_bits and VALUE.of(left).stride(2) != 1:
-        return False
-    with graph.inserting_before(product):
-        flat = add_call(graph, aten.reshape.default, left, [-1, VALUE.of(left).size(2)])
-        matrix = add_call(graph, aten.select.int, right, 0, 0)
-        rows = add_call(graph, aten.mm.default, flat, matrix)
-        replaced = add_call(graph, aten.reshape.default, rows, sizes)
-    replaced.meta = {**product.meta, **replaced.meta}
-    product.replace_all_uses_with(replaced)
-    return True
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        """Counts ``flattened_products``."""
+        counts: Counter[str] = Counter()
+        for graph in graphs_in(gm):
+            products = graph.find_nodes(op="call_function", target=aten.bmm.default)
+            flattened = [product for product in products if self._flatten(graph, product)]
+            if flattened:
+                graph.eliminate_dead_code()
+            counts["flattened_products"] += len(flattened)
+        return PassResult(counts)
+
+    def _flatten(self, graph: fx.Graph, product: fx.Node) -> bool:
+        """Flattens one product if possible; returns True if it was flattened."""
+        left, right = product.all_input_nodes[0], product.all_input_nodes[-1]
+        value = VALUE.of(product)
+        sizes = _sizes(value)
+        if sizes is None or value.dtype not in self.dtypes or not _is_shared(VALUE.of(right)):
+            return False
+        if self.keeps_bits and VALUE.of(left).stride(2) != 1:
+            return False
+        with graph.inserting_before(product):
+            flat = add_call(graph, aten.reshape.default, left, [-1, VALUE.of(left).size(2)])
+            matrix = add_call(graph, aten.select.int, right, 0, 0)
+            rows = add_call(graph, aten.mm.default, flat, matrix)
+            replaced = add_call(graph, aten.reshape.default, rows, sizes)
+        replaced.meta = {**product.meta, **replaced.meta}
+        product.replace_all_uses_with(replaced)
+        return True
 
 
 def _is_shared(matrices: torch.Tensor) -> bool:

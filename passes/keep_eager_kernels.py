@@ -12,11 +12,16 @@ which inductor's own ``numerics="strict"`` does the same.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from amp_fx.graphs.bodies import graphs_in
+from amp_fx.graphs.conditions import VALUES_KNOWN
+from amp_fx.passes.base import PassResult
 from amp_fx.tables.generated import (
     EXACT_POWERS,
     INEXACT,
@@ -35,26 +40,33 @@ if TYPE_CHECKING:
 
     from torch import fx
 
+    from amp_fx.graphs.conditions import Condition
+
 FALLBACK = "should_fallback"
 """Key of ``node.meta`` that makes inductor call an op's kernel instead of generating code."""
 
 
-def keep_eager_kernels(graph: fx.Graph) -> int:
-    """Marks nodes for which inductor must call ATen's kernels; returns their number.
+@dataclasses.dataclass(frozen=True)
+class KeepEagerKernels:
+    """Marks nodes for which inductor must call ATen's kernels."""
 
-    Args:
-        graph: A graph of AOTAutograd whose nodes have their values in ``meta["val"]``.
-    """
-    from amp_fx.torch_private.inductor import fall_back_where
+    name: ClassVar[str] = "keep_eager_kernels"
+    is_needed: ClassVar[bool] = True
+    requires: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
+    ensures: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
 
-    num_marked = 0
-    for node in graph.nodes:
-        if _is_original_op(node) and needs_kernel(node.target, _arguments(node)):
-            node.target = _REPLACEMENTS.get(node.target, node.target)
-            node.meta[FALLBACK] = True
-            fall_back_where(FALLBACK, node.target)
-            num_marked += 1
-    return num_marked
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        """Counts ``kept_kernels``."""
+        from amp_fx.torch_private.inductor import fall_back_where
+
+        counts: Counter[str] = Counter()
+        for node in [node for graph in graphs_in(gm) for node in graph.nodes]:
+            if _is_original_op(node) and needs_kernel(node.target, _arguments(node)):
+                node.target = _REPLACEMENTS.get(node.target, node.target)
+                node.meta[FALLBACK] = True
+                fall_back_where(FALLBACK, node.target)
+                counts["kept_kernels"] += 1
+        return PassResult(counts)
 
 
 def exact_decompositions(decompositions: Mapping[Any, Callable[..., Any]]) -> dict[Any, Any]:

@@ -31,20 +31,27 @@ with gradients, which read the logarithms of the sums.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, cast
+from collections import Counter
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 
 from amp_fx.dtypes import is_low
+from amp_fx.graphs.bodies import graphs_in
 from amp_fx.graphs.casts import CONVERT, add_call
+from amp_fx.graphs.conditions import VALUES_KNOWN
 from amp_fx.graphs.metadata import VALUE
+from amp_fx.passes.base import PassResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import fx
+
+    from amp_fx.graphs.conditions import Condition
 
 aten = torch.ops.aten
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -52,22 +59,23 @@ MIN_DEPTH = 8
 """Heads of fewer elements do not fill a vector, and take longer in generated code."""
 
 
-def open_attention(graph: fx.Graph) -> int:
-    """Opens attention of one query in a graph in place.
+@dataclasses.dataclass(frozen=True)
+class OpenAttention:
+    """Replaces attention of one query by pointwise ops and reductions."""
 
-    Args:
-        graph: A graph of AOTAutograd whose nodes have their values in ``meta["val"]``.
+    name: ClassVar[str] = "open_attention"
+    requires: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
+    ensures: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
 
-    Returns:
-        The number of kernels that were opened.
-    """
-    attentions = graph.find_nodes(op="call_function", target=ATTENTION)
-    opened = [node for node in attentions if _is_opened(node)]
-    for node in opened:
-        _open(graph, node)
-    if opened:
-        graph.lint()
-    return len(opened)
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        """Counts ``opened_attention``."""
+        counts: Counter[str] = Counter()
+        for graph in graphs_in(gm):
+            attentions = graph.find_nodes(op="call_function", target=ATTENTION)
+            for node in [node for node in attentions if _is_opened(node)]:
+                _open(graph, node)
+                counts["opened_attention"] += 1
+        return PassResult(counts)
 
 
 def _is_opened(node: fx.Node) -> bool:

@@ -15,17 +15,24 @@ only other values are compared with.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from amp_fx.dtypes import is_low
+from amp_fx.graphs.bodies import graphs_in
+from amp_fx.graphs.conditions import VALUES_KNOWN
+from amp_fx.passes.base import PassResult
 from amp_fx.torch_private.inductor_passes import ROUNDED
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import fx
+
+    from amp_fx.graphs.conditions import Condition
 
 _aten = torch.ops.aten
 
@@ -54,12 +61,20 @@ _VIEWS = (
 )
 
 
-def round_compared(graph: fx.Graph) -> int:
-    """Marks such values of a graph for inductor; returns their number."""
-    compared = [node for node in graph.nodes if _is_pointwise(node) and _is_compared(node)]
-    for node in compared:
-        node.meta[ROUNDED] = True
-    return len(compared)
+@dataclasses.dataclass(frozen=True)
+class RoundCompared:
+    """Marks the values that inductor must round before it compares them."""
+
+    name: ClassVar[str] = "round_compared"
+    requires: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        """Counts ``rounded_values``."""
+        nodes = [node for graph in graphs_in(gm) for node in graph.nodes]
+        compared = [node for node in nodes if _is_pointwise(node) and _is_compared(node)]
+        for node in compared:
+            node.meta[ROUNDED] = True
+        return PassResult(Counter(rounded_values=len(compared)))
 
 
 def _is_pointwise(node: fx.Node) -> bool:

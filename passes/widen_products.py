@@ -1,15 +1,27 @@
 """Computes low-precision products in float32 on CPUs without instructions for the dtype.
 
+Before:
+    %y = aten.mm(%x, %weight)                       # all bfloat16
+After:
+    %wide   = prims.convert_element_type(%weight, torch.float32)    # and likewise %x
+    %exact  = aten.mm(%wide_x, %wide)
+    %result = amp_fx.rounded(%exact, torch.bfloat16)
+    %y      = prims.convert_element_type(%result, torch.bfloat16)
+
 oneDNN's reference kernels are six times slower for bfloat16 than for float32 on AVX2, and four to
 sixty times slower for float16 on almost all CPUs. A widened product reads the same rounded inputs
 and rounds its result once. The low-precision kernels accumulate in float32 as well, so the results
 are rounded at the same points. ``amp_fx.devices.wide_products`` selects the products.
+
+Left unchanged: products for whose dtype the CPU has units, and other devices.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import operator
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -23,12 +35,17 @@ from amp_fx.devices.wide_products import (
     is_wide,
 )
 from amp_fx.dtypes import is_low
+from amp_fx.graphs.bodies import graphs_in
 from amp_fx.graphs.casts import CONVERT, evaluate, is_whole_view
+from amp_fx.graphs.conditions import VALUES_KNOWN
+from amp_fx.passes.base import PassResult
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import fx
+
+    from amp_fx.graphs.conditions import Condition
 
 aten = torch.ops.aten
 
@@ -49,20 +66,26 @@ _USUAL_SIZE = 64
 """Assumed value of a symbolic size without a hint."""
 
 
-def widen_products(graph: fx.Graph) -> int:
-    """Widens products of a graph in place.
+@dataclasses.dataclass(frozen=True)
+class WidenProducts:
+    """Computes low-precision products in float32 and rounds their results.
 
     If a generated kernel rounds a value and reads it again in float32, inductor skips the rounding,
     whereas a low-precision product reads rounded values from memory. ``amp_fx::rounded`` is a
     rounding that inductor does not remove.
-
-    Args:
-        graph: A forward or backward graph of AOTAutograd with core ops, whose nodes have their
-            values in ``meta["val"]``.
-
-    Returns:
-        The number of products that were widened.
     """
+
+    name: ClassVar[str] = "widen_products"
+    requires: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
+    ensures: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        """Counts ``wide_products``."""
+        return PassResult(Counter(wide_products=sum(map(_widen_graph, graphs_in(gm)))))
+
+
+def _widen_graph(graph: fx.Graph) -> int:
+    """Widens the products of one graph; returns their number."""
     products = [node for node in graph.nodes if _is_widened(node)]
     wide: dict[fx.Node, fx.Node] = {}
     for node in products:
@@ -72,8 +95,6 @@ def widen_products(graph: fx.Graph) -> int:
         node.args = torch.fx.node.map_arg(node.args, lambda n: wide.get(n, n))
         node.kwargs = torch.fx.node.map_arg(node.kwargs, lambda n: wide.get(n, n))
         _round_results(node, wide)
-    if products:
-        graph.lint()
     return len(products)
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.node import map_arg
 
-from amp_fx.backend.pipeline import default_passes, run_passes
+from amp_fx.backend.pipeline import captured_passes, run_passes
 from amp_fx.graphs.records import AutocastSite
 from amp_fx.graphs.values import tensors_in
 from amp_fx.policies.changes import path_of
@@ -268,7 +268,7 @@ def decisions_of(
     def backend(gm: fx.GraphModule, _: Sequence[Any]) -> Program:
         frame = compile_frame(gm)
         run_passes(
-            gm, default_passes(policy, site(dtype), restores_outputs=True, frame=frame), check=True
+            gm, captured_passes(policy, site(dtype), restores_outputs=True, frame=frame), check=True
         )
         for node in gm.graph.nodes:
             path = path_of(module_stack(node, frame))

@@ -12,7 +12,7 @@ import torch
 
 import amp_fx
 from amp_fx import stats
-from amp_fx.backend import pipeline
+from amp_fx.backend import added_passes
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.errors import OptionError, PassError
 from amp_fx.options import DISABLE_ENVIRONMENT, Options
@@ -62,7 +62,7 @@ class Other(SinToCos):
 @pytest.fixture(autouse=True)
 def _none_registered() -> Iterator[None]:
     yield
-    pipeline._registered.clear()
+    added_passes._registered.clear()
 
 
 def program(x: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ def test_it_shows_up_in_logs_counts_and_explain(caplog: pytest.LogCaptureFixture
 def names(**options: Any) -> list[str]:
     parsed = Options.parse(options)
     built_in = (MarkRegions(site()), FoldCasts(), WrapOpaqueNodes())
-    return [p.name for p in pipeline.with_added(built_in, parsed.passes, parsed.disable_passes)]
+    return [p.name for p in added_passes.with_added(built_in, parsed.passes, parsed.disable_passes)]
 
 
 def test_order() -> None:

@@ -6,6 +6,7 @@ of inductor's, and on both keys holding the graph that we hand over.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -13,9 +14,15 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from torch import fx
 
 from amp_fx import csrc
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
+from amp_fx.backend.disk_caches import keyed, keyed_graph, version
+from amp_fx.options import Options
+from amp_fx.passes.keep_eager_kernels import FALLBACK
+from amp_fx.torch_private.inductor_passes import ROUNDED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,3 +82,68 @@ def test_second_process_hits_and_other_decisions_miss(tmp_path: Path) -> None:
     assert first == {"plain bfloat16": MISS, "opaque bfloat16": MISS}
     second = run(tmp_path, "plain bfloat16", "plain float16", "opaque bfloat16")
     assert second == {"plain bfloat16": HIT, "plain float16": MISS, "opaque bfloat16": HIT}
+
+
+STRIDES = """
+import sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Conv2d(6, 8, 3).to(memory_format=getattr(torch, sys.argv[1]))
+x = torch.randn(2, 6, 9, 9)
+options = {"freezing": False, "output_dtype": "autocast", "fallback": False}
+with torch.no_grad():
+    found = torch.compile(model, backend="amp_fx", options=options)(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+print(found.stride() == expected.stride(), found.shape)
+"""
+
+
+@pytest.mark.slow
+def test_graphs_that_differ_in_recorded_strides_have_different_keys(tmp_path: Path) -> None:
+    """Both processes hand inductor one graph: cached weights are laid out alike."""
+    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    for layout in ("contiguous_format", "channels_last"):
+        command = [sys.executable, "-c", STRIDES, layout]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert done.stdout.startswith("True"), (layout, done.stdout, done.stderr)
+
+
+def tag_of(*contexts: Any) -> str:
+    config: Any = torch.compiler.config
+    with contextlib.ExitStack() as stack, config.patch(cache_key_tag="mine"):
+        for context in contexts:
+            stack.enter_context(context)
+        return str(config.cache_key_tag)
+
+
+def test_keys_contain_what_decides_how_graphs_are_rewritten() -> None:
+    assert tag_of() == "mine"
+    given: list[dict[str, Any]] = [
+        {},
+        {"numerics": "strict"},
+        {"numerics": "eager"},
+        {"weight_grads": "float32"},
+        {"narrow_gathers": False},
+        {"disable_passes": ["open_attention"]},
+    ]
+    tags = [tag_of(keyed(Options.parse(options))) for options in given]
+    assert len({*tags}) == len(given)
+    assert all(tag.startswith("mine amp_fx: ") and version() in tag for tag in tags)
+    assert tag_of(keyed(Options())) == tags[0]
+
+
+def test_keys_contain_marks_and_strides() -> None:
+    def graph(**marks: Any) -> fx.GraphModule:
+        gm = fx.symbolic_trace(lambda x: (x.sin(),))
+        for node in gm.graph.find_nodes(op="call_method", target="sin"):
+            node.meta.update(marks)
+        return gm
+
+    strided = graph()
+    strided.graph.output_node().meta["original_output_strides"] = [(2, 1)]
+    graphs = [graph(), graph(**{FALLBACK: True}), graph(**{ROUNDED: True}), strided]
+    assert len({tag_of(keyed_graph(gm)) for gm in graphs}) == len(graphs)
+    assert tag_of(keyed_graph(graph())) == tag_of(keyed_graph(graph()))

@@ -14,8 +14,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor import config
 
-from amp_fx.backend import inner
+from amp_fx.backend import numerics
 from amp_fx.backend.disk_caches import region_markers_cacheable
+from amp_fx.options import Options
 from tests.programs import compiled
 
 if TYPE_CHECKING:
@@ -32,10 +33,10 @@ def x(rng: torch.Generator) -> torch.Tensor:
 
 @pytest.fixture
 def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(inner, "has_cpp_compiler", lambda: False)
-    inner._warn_no_compiler.cache_clear()
+    monkeypatch.setattr(numerics, "has_cpp_compiler", lambda: False)
+    numerics._warn_no_compiler.cache_clear()
     yield
-    inner._warn_no_compiler.cache_clear()
+    numerics._warn_no_compiler.cache_clear()
 
 
 @pytest.mark.usefixtures("_no_compiler")
@@ -60,8 +61,8 @@ def test_without_a_compiler_one_line_and_aot_eager(
 
 @pytest.mark.usefixtures("_no_compiler")
 def test_graphs_without_cpu_tensors_need_no_compiler() -> None:
-    assert inner._can_use_inductor([torch.empty(2, device="meta"), 3])
-    assert not inner._can_use_inductor([torch.empty(2)])
+    assert numerics.uses_inductor({"meta"}, Options())
+    assert not numerics.uses_inductor({"cpu"}, Options())
 
 
 NO_COMPILER = """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import pytest
 import torch
 
-from amp_fx.backend.pipeline import default_passes, run_passes
+from amp_fx.backend.pipeline import captured_passes, run_passes
 from amp_fx.errors import PassError, UnsupportedError
 from amp_fx.graphs.values import set_value
 from amp_fx.passes.base import PassResult
@@ -137,8 +137,8 @@ def test_a_line_per_pass_and_the_graph_in_detail(
     assert "call_method[target=sigmoid]" in debug[0]
 
 
-def test_default_passes_in_order() -> None:
-    names = [p.name for p in default_passes(POLICY, site(), restores_outputs=True)]
+def test_captured_passes_in_order() -> None:
+    names = [p.name for p in captured_passes(POLICY, site(), restores_outputs=True)]
     assert names == [
         "mark_regions",
         "insert_casts",
@@ -147,11 +147,11 @@ def test_default_passes_in_order() -> None:
         "fold_casts",
         "wrap_opaque_nodes",
     ]
-    ambient = [p.name for p in default_passes(POLICY, site(), restores_outputs=False)]
+    ambient = [p.name for p in captured_passes(POLICY, site(), restores_outputs=False)]
     assert set(names) - set(ambient) == {"restore_outputs"}
 
 
 def test_passes_are_values() -> None:
-    first, second = (default_passes(POLICY, site(), restores_outputs=True) for _ in range(2))
+    first, second = (captured_passes(POLICY, site(), restores_outputs=True) for _ in range(2))
     assert first == second
     assert hash(first) == hash(second)

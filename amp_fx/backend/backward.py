@@ -18,77 +18,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_fx.backend.compilers import compile_inner
 from amp_fx.backend.fallback import with_autocast_off
-from amp_fx.backend.inner import compile_inner
-from amp_fx.graphs.bodies import copy_graph_module, graphs_in
+from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.shared_bodies import inline_shared_bodies
-from amp_fx.graphs.values import argument_values, tensors_in
+from amp_fx.passes.refuse_mixed_dtypes import MixedDtypesError
 from amp_fx.regions.module_stack import ends_at_backward
 from amp_fx.regions.state import AutocastState, no_autocast
-from amp_fx.torch_private.inductor_passes import CustomGraphPass, get_hash_for_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import fx
 
-    from amp_fx.backend.caching import Caching
+    from amp_fx.backend.lower import Caching
     from amp_fx.options import Options
 
     Compiled = Callable[..., Any]
-
-aten = torch.ops.aten
-
-_PRODUCTS = (
-    aten.addmm.default,
-    aten.addmv.default,
-    aten.baddbmm.default,
-    aten.bmm.default,
-    aten.convolution.default,
-    aten.mm.default,
-    aten.mv.default,
-)
-"""Ops whose kernels require inputs of one dtype, while their fake kernels accept several."""
-
-
-class MixedDtypesError(Exception):
-    """A product of a joint graph has inputs of several floating-point dtypes."""
-
-
-class RefuseMixedDtypes(CustomGraphPass):
-    """Raises if a product of a joint graph has inputs of several floating-point dtypes.
-
-    Args:
-        following: The user's ``joint_custom_pre_pass``, which runs after this pass.
-    """
-
-    def __init__(self, following: Any = None) -> None:
-        self.following = following
-
-    def __call__(self, graph: fx.Graph) -> None:
-        """Checks a graph of a forward and its backward.
-
-        Raises:
-            MixedDtypesError: A product has inputs of several dtypes.
-        """
-        assert graph.owning_module is not None
-        for node in [node for each in graphs_in(graph.owning_module) for node in each.nodes]:
-            if node.target in _PRODUCTS and len(_floating_dtypes(node)) > 1:
-                raise MixedDtypesError(f"{node.format_node()} has inputs of several dtypes")
-        if self.following is not None:
-            self.following(graph)
-
-    def uuid(self) -> Any:
-        """Returns a key for inductor's caches; None if the user's pass has none."""
-        own = get_hash_for_files((__file__,))
-        if self.following is None:
-            return own
-        theirs = self.following.uuid() if isinstance(self.following, CustomGraphPass) else None
-        return None if theirs is None else (own, theirs)
-
-
-def _floating_dtypes(node: fx.Node) -> set[torch.dtype]:
-    return {t.dtype for t in tensors_in(*argument_values(node)) if t.is_floating_point()}
 
 
 def compile_with_backward(
@@ -96,7 +42,7 @@ def compile_with_backward(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     options: Options,
-    cache: Caching | None,
+    caching: Caching | None,
 ) -> Compiled:
     """Compiles a rewritten graph and its backward.
 
@@ -105,25 +51,25 @@ def compile_with_backward(
         gm: The graph; it is edited.
         example_inputs: Its inputs.
         options: The options of the backend.
-        cache: See ``compile_inner``.
+        caching: See ``compile_inner``.
     """
     has_backward = torch.is_grad_enabled() and any(
         isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
     )
-    given = (example_inputs, options, cache)
+    given = (example_inputs, options, caching)
     if not has_backward or not state.enabled or not options.uses_aot_autograd:
         with no_autocast():
             return compile_inner(gm, *given)
     if AutocastState.ambient().enabled and ends_at_backward():
-        return _compile_in(state, gm, *given)
+        return _trace_in(state, gm, *given)
     try:
         with no_autocast():
-            return compile_inner(copy_graph_module(gm), *given, joint_pass=RefuseMixedDtypes)
+            return compile_inner(copy_graph_module(gm), *given, refuses_mixtures=True)
     except MixedDtypesError:
-        return _compile_in(state, gm, *given)
+        return _trace_in(state, gm, *given)
 
 
-def _compile_in(state: AutocastState, gm: fx.GraphModule, *args: Any) -> Compiled:
+def _trace_in(state: AutocastState, gm: fx.GraphModule, *args: Any) -> Compiled:
     """Compiles a rewritten graph whose backward is traced in an autocast state."""
     inline_shared_bodies(gm)  # torch would reuse bodies that it traced in another state
     with state.applied():

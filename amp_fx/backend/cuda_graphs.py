@@ -16,7 +16,6 @@ where ``graph_partition`` is off, and holds ``static_output_tensors``.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +23,10 @@ import torch
 from torch import fx
 
 from amp_fx.backend.ahead import is_ahead_of_time
-from amp_fx.backend.disk_caches import without_autograd_cache
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.values import is_symbolic
 from amp_fx.torch_private.fake_tensors import unset_fake_temporarily
-from amp_fx.weights.split import viewed_by
+from amp_fx.weights.aliases import viewed_by
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,11 +34,9 @@ if TYPE_CHECKING:
     Compiled = Callable[..., Any]
 
 
-def settled(settings: Mapping[str, Any]) -> contextlib.AbstractContextManager[None]:
-    """Turns AOTAutograd's caches off if ``separate_inputs`` changes graphs."""
-    if is_ahead_of_time() or not _is_on(settings):
-        return contextlib.nullcontext()
-    return without_autograd_cache()
+def has_cudagraphs(settings: Mapping[str, Any]) -> bool:
+    """Returns True if ``separate_inputs`` changes graphs that are compiled with some settings."""
+    return not is_ahead_of_time() and _is_on(settings)
 
 
 def _is_on(settings: Mapping[str, Any]) -> bool:

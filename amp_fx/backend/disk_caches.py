@@ -1,13 +1,89 @@
-"""Settings of the on-disk caches of AOTAutograd and inductor."""
+"""Keys and settings of the on-disk caches of AOTAutograd and inductor.
+
+AOTAutograd's key contains the graph before it is differentiated, so ``keyed`` adds all that decides
+how amp_fx rewrites the graphs after that. Inductor's key contains the code of a rewritten graph;
+``keyed_graph`` adds the metadata that its lowerings read. Both rely on ``cache_key_tag`` being part
+of the keys.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from amp_fx import __version__, passes
+from amp_fx.backend.added_passes import passes_of_users
+from amp_fx.backend.numerics import is_strict
+from amp_fx.devices.wide_products import units
+from amp_fx.passes.keep_eager_kernels import FALLBACK
 from amp_fx.torch_private.aot_autograd import config as functorch_config
+from amp_fx.torch_private.inductor_passes import ROUNDED, STORED
 
 if TYPE_CHECKING:
-    import contextlib
+    from collections.abc import Iterator
+
+    from torch import fx
+
+    from amp_fx.options import Options
+
+
+@contextlib.contextmanager
+def keyed(options: Options) -> Iterator[None]:
+    """Context in which AOTAutograd's keys contain what decides how its graphs are rewritten.
+
+    Machines share caches, so the key contains the dtypes for which this CPU has units. Graphs that
+    a user's pass without a ``cache_key`` rewrites are not cached.
+    """
+    users = passes_of_users(options)
+    chosen = (
+        units(),
+        is_strict(options),
+        options.has_wide_weight_grads,
+        options.has_eager_kernels,
+        options.narrow_gathers,
+        options.disable_passes,
+        [f"{each.name}={getattr(each, 'cache_key', '')}" for each in users],
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_tagged(f"{version()} {chosen}"))
+        if not all(hasattr(each, "cache_key") for each in users):
+            stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
+        yield
+
+
+def keyed_graph(gm: fx.GraphModule) -> contextlib.AbstractContextManager[None]:
+    """Context in which inductor's key contains the metadata of a graph that lowerings read."""
+    marks = [
+        (index, key)
+        for index, node in enumerate(gm.graph.nodes)
+        for key in (FALLBACK, ROUNDED, STORED)
+        if node.meta.get(key)
+    ]
+    strides = gm.graph.output_node().meta.get("original_output_strides")
+    return _tagged(f"{version()} {marks} {strides}")
+
+
+def _tagged(tag: str) -> contextlib.AbstractContextManager[None]:
+    config: Any = torch.compiler.config
+    joined = f"{config.cache_key_tag} amp_fx: {tag}".strip()
+    patch: contextlib.AbstractContextManager[None] = config.patch(cache_key_tag=joined)
+    return patch
+
+
+@functools.cache
+def version() -> str:
+    """Returns a digest of amp_fx's sources, which contain its passes, its ops and its lowerings."""
+    folders = [Path(__file__).parents[1], Path(passes.__path__[0])]
+    files = sorted({path for folder in folders for path in folder.rglob("*.py")})
+    digest = hashlib.sha256(__version__.encode())
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def without_autograd_cache(**more: Any) -> contextlib.AbstractContextManager[None]:

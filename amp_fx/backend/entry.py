@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from amp_fx import csrc
 from amp_fx.backend.ahead import as_saved, is_ahead_of_time
 from amp_fx.backend.backward import compile_with_backward
-from amp_fx.backend.caching import caching
+from amp_fx.backend.compilers import compile_inner
 from amp_fx.backend.fallback import warn_eager, watch_recompile_limit
-from amp_fx.backend.inner import compile_inner
-from amp_fx.backend.pipeline import cache_options, in_cache_keys
+from amp_fx.backend.lower import find_cached
 from amp_fx.backend.rewrite import Reporting, rewrite
 from amp_fx.backend.transforms import compile_after_transforms
 from amp_fx.eager.checkpoints import restore_regions
@@ -27,6 +26,7 @@ from amp_fx.regions.disabled_guard import guard_disabled_region
 from amp_fx.regions.state import AutocastState, left_on_error, no_autocast
 from amp_fx.torch_private.dynamo import RestartAnalysis, SkipFrame
 from amp_fx.torch_private.tracing import CompileContext
+from amp_fx.weights.inputs import Inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.backend.ahead import SavedGraph
-    from amp_fx.backend.caching import Caching
+    from amp_fx.backend.lower import Caching
     from amp_fx.backend.rewrite import Rewritten
 
     Compiled = Callable[..., Any]
@@ -68,36 +68,41 @@ def amp_fx(
     """
     csrc.start()
     with working(f"compiling a graph of {len(gm.graph.nodes)} nodes"):
-        return _compiled(gm, example_inputs, Options.parse(options, mode))
+        return _handle_graph(gm, example_inputs, Options.parse(options, mode))
 
 
-def _compiled(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options) -> Compiled:
+def _handle_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
     if _is_compiled_autograd():  # backward() is not part of a bare region
-        return _compile(gm, compile_inner, example_inputs, parsed)
-    if parsed.bare_region:
+        return _with_fallback(gm, compile_inner, example_inputs, options)
+    if options.bare_region:
         guard_disabled_region()
     gm, attributes = with_attributes_as_inputs(gm)
     example_inputs = [*example_inputs, *attributes]
     is_ahead = is_ahead_of_time()
-    inputs = plain_inputs(example_inputs) if is_ahead else example_inputs
-    found = rewrite(gm, inputs, parsed, Reporting())
-    if found.state.enabled and not AutocastState.ambient().enabled:
-        watch_recompile_limit(found.root)
-    parsed = parsed.with_inductor(cache_options(found.passes))
+    inputs = Inputs.of(gm, plain_inputs(example_inputs) if is_ahead else example_inputs)
+    rewritten = rewrite(gm, inputs, options, Reporting())
+    if rewritten.state.enabled and not AutocastState.ambient().enabled:
+        watch_recompile_limit(rewritten.root)
     if is_ahead:
-        return _compile_ahead(found, example_inputs, parsed)
-    cache = caching(gm, found, example_inputs, parsed)
-    with in_cache_keys(found.passes):
-        try:
-            compile_graph = functools.partial(compile_with_backward, found.state)
-            compiled = _compile(
-                found.gm, compile_graph, example_inputs, parsed, cache if cache.is_on() else None
-            )
-        finally:
-            cache.release()
+        return _save_ahead(rewritten, example_inputs, options)
+    caching = find_cached(inputs, rewritten, options)
+    is_cached = caching is not None and caching.is_on()
+    if caching is not None and not is_cached:
+        caching.why_off().log_reasons()
+    try:
+        compiled = _with_fallback(
+            rewritten.gm,
+            functools.partial(compile_with_backward, rewritten.state),
+            example_inputs,
+            options,
+            caching if is_cached else None,
+        )
+    finally:
+        if caching is not None:
+            caching.release()
     if attributes:
         compiled = _called_with(attributes, compiled)
-    if enters_regions(found.gm):
+    if enters_regions(rewritten.gm):
         compiled = called_in(left_on_error, compiled)
     if AutocastState.ambient().enabled:
         return called_in(no_autocast, compiled)  # the graph contains its casts
@@ -112,12 +117,14 @@ def prepare_torch() -> None:
     restore_regions()
 
 
-def _compile_ahead(found: Rewritten, example_inputs: Sequence[Any], options: Options) -> SavedGraph:
+def _save_ahead(
+    rewritten: Rewritten, example_inputs: Sequence[Any], options: Options
+) -> SavedGraph:
     """Compiles a rewritten graph in a form that can be saved. It casts weights in every call."""
-    has_regions = enters_regions(found.gm)
+    has_regions = enters_regions(rewritten.gm)
     options = dataclasses.replace(options, fallback=False)
-    with no_autocast(), in_cache_keys(found.passes):
-        compiled = compile_inner(found.gm, example_inputs, options)
+    with no_autocast():
+        compiled = compile_inner(rewritten.gm, example_inputs, options)
     is_off = bool(AutocastState.ambient().enabled)
     return as_saved(compiled, is_off=is_off, has_regions=has_regions)
 
@@ -131,19 +138,19 @@ def _is_compiled_autograd() -> bool:
     return compile_id is not None and compile_id.compiled_autograd_id is not None
 
 
-def _compile(
+def _with_fallback(
     gm: fx.GraphModule,
     compile_graph: Callable[..., Compiled],
     example_inputs: Sequence[Any],
     options: Options,
-    cache: Caching | None = None,
+    caching: Caching | None = None,
 ) -> Compiled:
     """Calls the inner compiler; if it fails, returns a function that runs the graph op by op."""
     if not options.fallback or options.compiler == "eager":
-        return compile_graph(gm, example_inputs, options, cache)
+        return compile_graph(gm, example_inputs, options, caching)
     uncompiled = copy_graph_module(gm)  # inner compilers edit their graph
     try:
-        return compile_graph(gm, example_inputs, options, cache)
+        return compile_graph(gm, example_inputs, options, caching)
     except (RestartAnalysis, SkipFrame):
         raise  # Dynamo catches these and tries again
     except Exception as error:

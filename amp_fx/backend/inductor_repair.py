@@ -19,35 +19,28 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.policies import float8 as policies_float8
-from amp_fx.tables import float8 as tables_float8
-
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import fx
 
 
-def repaired() -> contextlib.AbstractContextManager[None]:
-    """Repairs inductor and adds the repair to the keys of on-disk caches, in a context.
+@contextlib.contextmanager
+def repaired() -> Iterator[None]:
+    """Repairs inductor in a context.
 
     The repair stays active for the process, because another thread may be compiling.
 
     Relies on ``SchedulerNode.recompute_size_and_body`` and ``mutation_renames``, on
-    ``torch._inductor.fx_utils.get_storage``, on
-    ``torch._inductor.compile_fx.record_original_output_strides``, and on ``cache_key_tag`` being
-    part of the keys of inductor's and AOTAutograd's caches.
+    ``torch._inductor.fx_utils.get_storage``, and on
+    ``torch._inductor.compile_fx.record_original_output_strides``.
     """
     _repair()
-    tags = (torch.compiler.config.cache_key_tag, _tag())
-    patch: contextlib.AbstractContextManager[None] = torch.compiler.config.patch(  # type: ignore[attr-defined]
-        cache_key_tag=tags[0] if tags[1] in tags[0] else " ".join(filter(None, tags))
-    )
-    return patch
+    yield
 
 
 @functools.cache
@@ -75,24 +68,3 @@ def _repair() -> None:
             record(gm)
 
     compile_fx_module.record_original_output_strides = record_once
-
-
-def record_output_strides(gm: fx.GraphModule) -> None:
-    """Records the strides that the outputs of a graph have in compiled code (``repaired``).
-
-    Args:
-        gm: A graph whose outputs have their values in ``meta["val"]``.
-    """
-    from amp_fx.torch_private.inductor import compile_fx_module
-
-    compile_fx_module.record_original_output_strides(gm)
-
-
-@functools.cache
-def _tag() -> str:
-    """Returns a tag for keys of caches: the repairs, and the source of ops."""
-    code = ""
-    with contextlib.suppress(OSError):  # where only compiled files are installed
-        code = "".join(map(inspect.getsource, (policies_float8, tables_float8)))
-    digest = hashlib.sha256(code.encode()).hexdigest()[:16]
-    return f"amp_fx: pytorch#185873, strides kept, {digest}"

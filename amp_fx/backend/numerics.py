@@ -1,4 +1,4 @@
-"""Translates the option ``numerics`` into settings of inductor."""
+"""Translates options of the backend into settings of inductor."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
+from amp_fx.backend.added_passes import cache_options
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.passes.keep_eager_kernels import without_early_decompositions
+from amp_fx.torch_private.autocast import privateuse1_name
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from amp_fx.options import Options
 
 log = logging.getLogger("amp_fx.inner")
@@ -36,6 +41,51 @@ def numerics_config(options: Options) -> dict[str, Any]:
         names = ("layout_optimization", "pattern_matcher")
         settings |= {**dict.fromkeys(names, False), "fallback_random": True}
     return settings
+
+
+def inductor_config(options: Options) -> dict[str, Any]:
+    """Returns the settings of inductor for the options of the backend."""
+    from amp_fx.torch_private.inductor_config import TorchCompileInductorWrapper
+
+    wrapper = TorchCompileInductorWrapper(options.mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
+    return {**numerics_config(options), **wrapper.config, **cache_options(options)}
+
+
+def uses_inductor(device_types: Collection[str], options: Options) -> bool:
+    """Returns True if a graph with tensors on such devices is compiled by inductor.
+
+    AOTAutograd runs graphs op by op that have CPU tensors if there is no C++ compiler, or tensors
+    of an out-of-tree backend that has not registered a code generator.
+    """
+    if options.compiler != "inductor":
+        return False
+    new_device = privateuse1_name()
+    if new_device in device_types and not _has_code_generator(new_device):
+        return False
+    if "cpu" not in device_types or has_cpp_compiler():
+        return True
+    _warn_no_compiler()
+    return False
+
+
+@functools.cache
+def _has_code_generator(device_type: str) -> bool:
+    """Returns True if inductor generates code for a device type; warns once if it does not."""
+    from amp_fx.torch_private.inductor import has_code_generator
+
+    if has_code_generator(device_type):
+        return True
+    log.warning(
+        "inductor has no code generator for %r: continuing with 'aot_eager'. "
+        "options={'compiler': 'aot_eager'} silences this message",
+        device_type,
+    )
+    return False
+
+
+@functools.cache
+def _warn_no_compiler() -> None:
+    log.warning("no C++ compiler found, which inductor needs on CPU: continuing with 'aot_eager'")
 
 
 def is_strict(options: Options) -> bool:

@@ -1,51 +1,79 @@
-"""The passes in order, and the runner that lints, checks, times and logs each of them."""
+"""All passes in order, and the runner that lints, checks, times and logs each of them.
+
+Dynamo's captured graphs pass through ``captured_passes`` before AOTAutograd differentiates them.
+AOTAutograd's graphs (forward, backward, inference) pass through ``aot_passes`` before inductor
+compiles them. Read the tuples from top to bottom: they run in this order.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import logging
 import time
-from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
-from torch.utils.hooks import RemovableHandle
 
-from amp_fx.errors import AmpFxError, OptionError, PassError, did_you_mean
+from amp_fx.devices.low_dtypes import has_product_kernels
+from amp_fx.errors import AmpFxError, PassError
 from amp_fx.graphs.conditions import check_graph
 from amp_fx.passes.base import PassReport
+from amp_fx.passes.block_few_rows import BlockFewRows
+from amp_fx.passes.constants_to_inputs import ConstantsToInputs
+from amp_fx.passes.copy_returned_inputs import CopyReturnedInputs
+from amp_fx.passes.flatten_products import FlattenProducts
+from amp_fx.passes.fold_batch_norms import FoldBatchNorms
 from amp_fx.passes.fold_casts import FoldCasts
+from amp_fx.passes.fold_constants import FoldConstants
 from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.inline_regions import InlineRegions
 from amp_fx.passes.insert_casts import InsertCasts
+from amp_fx.passes.keep_eager_kernels import KeepEagerKernels
+from amp_fx.passes.lay_out_convolutions import LayOutConvolutions
 from amp_fx.passes.mark_regions import MarkRegions
+from amp_fx.passes.merge_duplicates import MergeDuplicates
+from amp_fx.passes.narrow_gathers import NarrowGathers
+from amp_fx.passes.open_attention import OpenAttention
 from amp_fx.passes.open_float32_products import OpenFloat32Products
+from amp_fx.passes.pack_for_kernels import PackForKernels
 from amp_fx.passes.quantize_products import QuantizeProducts
+from amp_fx.passes.record_output_strides import RecordOutputStrides
+from amp_fx.passes.record_values import RecordValues
+from amp_fx.passes.refuse_mixed_dtypes import RefuseMixedDtypes
+from amp_fx.passes.refuse_packing import RefusePacking
 from amp_fx.passes.reject_opaque_nodes import RejectOpaqueNodes
 from amp_fx.passes.restore_outputs import RestoreOutputs
+from amp_fx.passes.round_biases import RoundBiases
+from amp_fx.passes.round_compared import RoundCompared
+from amp_fx.passes.split_weights import SplitWeights
 from amp_fx.passes.store_weights_low import StoreWeightsLow
+from amp_fx.passes.weights_to_constants import WeightsToConstants
 from amp_fx.passes.widen_ops import WidenOps
+from amp_fx.passes.widen_products import WidenProducts
+from amp_fx.passes.widen_weight_grads import WidenWeightGrads
 from amp_fx.passes.wrap_opaque_nodes import WrapOpaqueNodes
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.torch_private.tracing import trace_structured
 from amp_fx.weights.read_only import is_checking
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Any
 
     from amp_fx.graphs.records import AutocastSite
+    from amp_fx.options import Options
     from amp_fx.passes.base import Observer, Pass
     from amp_fx.policies.policy import Policy
     from amp_fx.regions.module_stack import CompileFrame
+    from amp_fx.weights.inputs import Candidates
+    from amp_fx.weights.pack import Constants
 
 
 log = logging.getLogger("amp_fx.pipeline")
 pass_log = logging.getLogger("amp_fx.passes")
 
-PASSES: tuple[type[Pass], ...] = (
+CAPTURED_PASSES: tuple[type[Pass], ...] = (
     InlineRegions,
     MarkRegions,
     InsertCasts,
@@ -59,10 +87,40 @@ PASSES: tuple[type[Pass], ...] = (
     WidenOps,
     WrapOpaqueNodes,
 )
-"""All passes in the order in which they run. Some run only on exported programs."""
+"""Passes on captured graphs in the order in which they run. Some run only on exported programs."""
+
+AOT_PASSES: tuple[type[Pass], ...] = (
+    RefuseMixedDtypes,
+    RecordValues,
+    RecordOutputStrides,
+    CopyReturnedInputs,
+    NarrowGathers,
+    WidenWeightGrads,
+    FlattenProducts,
+    OpenAttention,
+    LayOutConvolutions,
+    SplitWeights,
+    WeightsToConstants,
+    MergeDuplicates,
+    FoldBatchNorms,
+    FoldConstants,
+    BlockFewRows,
+    WidenProducts,
+    PackForKernels,
+    RoundBiases,
+    RefusePacking,
+    ConstantsToInputs,
+    RoundCompared,
+    KeepEagerKernels,
+)
+"""Passes on AOTAutograd's graphs, roughly in order; ``aot_passes`` and ``packing_passes`` say when
+each runs. ``WidenProducts``, ``FoldConstants`` and ``RecordValues`` run more than once."""
+
+BUILT_IN: Mapping[str, type[Pass]] = {kind.name: kind for kind in (*CAPTURED_PASSES, *AOT_PASSES)}
+"""All passes by name."""
 
 
-def default_passes(
+def captured_passes(
     policy: Policy,
     site: AutocastSite,
     *,
@@ -99,6 +157,137 @@ def default_passes(
     )
 
 
+def joint_passes() -> tuple[Pass, ...]:
+    """Returns the passes for a joint graph of forward and backward, before it is partitioned.
+
+    ``lower.Caching.partition`` runs ``LayOutConvolutions`` as well, on the graphs whose values it
+    saves.
+    """
+    return (RefuseMixedDtypes(),)
+
+
+def aot_passes(
+    options: Options,
+    candidates: Candidates | None,
+    *,
+    stage: str,
+    num_returned: int,
+    is_inductor: bool,
+    is_strict: bool,
+    packing: tuple[Pass, ...] = (),
+) -> tuple[Pass, ...]:
+    """Returns the passes for a graph of AOTAutograd.
+
+    Args:
+        options: The options of the backend.
+        candidates: The weights that may be cached; None caches nothing.
+        stage: ``"forward"``, ``"backward"`` or ``"inference"``.
+        num_returned: Number of outputs that are returned to the caller.
+        is_inductor: Whether inductor compiles the graph; otherwise it runs op by op.
+        is_strict: Whether generated code must round where eager code rounds.
+        packing: ``packing_passes``, if weights become constants.
+    """
+    is_backward = stage == "backward"
+    caches = candidates is not None and not is_backward
+    exact = (torch.bfloat16,) if has_product_kernels(torch.bfloat16) else ()
+    passes: list[Pass] = [
+        # Inductor's joint passes add nodes without values, which all passes below read.
+        RecordValues(),
+        # Before any pass changes the layout of a result.
+        *((RecordOutputStrides(),) if is_inductor else ()),
+        *((CopyReturnedInputs(),) if candidates is not None and is_backward else ()),
+        # Before casts of weights are cached: a cast that is gathered must not become a value.
+        *((NarrowGathers(),) if options.narrow_gathers else ()),
+    ]
+    if is_inductor:
+        passes += [
+            *((WidenWeightGrads(),) if options.has_wide_weight_grads else ()),
+            # Before weights are split off or packed, because only plain products are packed. Where
+            # oneDNN has no kernels for bfloat16, a flattened product has other bits.
+            FlattenProducts(
+                exact if is_strict else (torch.bfloat16, torch.float16), options.has_eager_kernels
+            ),
+            *(() if is_strict else (OpenAttention(),)),
+        ]
+    if packing:
+        passes += packing
+    elif candidates is not None and caches:
+        # A forward with gradients was laid out before it was partitioned: its backward reads the
+        # same values (``lower.Caching.partition``).
+        if is_inductor and stage == "inference":
+            passes.append(LayOutConvolutions(candidates, num_returned, is_inference=True))
+        passes.append(SplitWeights(candidates, num_returned))
+    if is_inductor:
+        passes += [
+            # After caching: what is cached is the low cast, and the float32 form of it is computed
+            # in the kernel that reads it.
+            *(() if is_strict else (WidenProducts(),)),
+            # Marks of nodes come last, because passes above replace nodes.
+            RoundCompared(),
+            *((KeepEagerKernels(),) if options.has_eager_kernels else ()),
+        ]
+    return tuple(passes)
+
+
+def packing_passes(
+    constants: Constants,
+    weights: Mapping[int, torch.Tensor],
+    example_inputs: Sequence[Any],
+    options: Options,
+    *,
+    is_strict: bool,
+    is_channels_last: bool,
+) -> tuple[Pass, ...]:
+    """Returns the passes that pack weights in a graph without gradients.
+
+    Args:
+        constants: Records how constants are computed.
+        weights: The weights by their positions among the inputs.
+        example_inputs: The inputs of the graph.
+        options: The options of the backend.
+        is_strict: Whether generated code must round where eager code rounds.
+        is_channels_last: Whether inductor's convolutions are channels-last.
+    """
+    fold = FoldConstants(constants)
+    others = [x for i, x in enumerate(example_inputs) if i not in weights]
+    own: list[Pass] = []
+    if not is_strict:
+        own = [
+            # Before constants are folded: it scales weights in float32, before they are rounded.
+            *((FoldBatchNorms(),) if options.fold_batch_norm is not False else ()),
+            # The next pass reads rounded weights as constants.
+            fold,
+            # Before products are widened or packed: the template reads low weights, in blocks.
+            BlockFewRows(),
+            # Computes the blocks, before inductor's passes, which know no padding.
+            fold,
+            # Before products are packed: oneDNN has no fast kernels for what is widened.
+            WidenProducts(),
+        ]
+    return (
+        WeightsToConstants(constants, weights),
+        # Before folding, so that equal values are computed and packed once.
+        MergeDuplicates(),
+        *own,
+        PackForKernels(
+            constants,
+            others,
+            is_channels_last,
+            folds_batch_norm=bool(options.fold_batch_norm),
+            chooses_kernels=not is_strict,
+        ),
+        # Whether a convolution takes a float32 bias is known once it is packed or was not.
+        RoundBiases(),
+        # Computes the rounded biases.
+        fold,
+        # Inductor's passes add nodes without values, which the checks and marks below read.
+        RecordValues(),
+        *((RefusePacking(),) if is_strict else ()),
+        # Last: all passes above recognize weights as constants.
+        ConstantsToInputs(constants),
+    )
+
+
 def run_passes(
     gm: fx.GraphModule,
     passes: Iterable[Pass],
@@ -127,12 +316,12 @@ def run_passes(
         start = time.perf_counter()
         try:
             _check_conditions(gm, current, "requires")
-            interface = None if current.name in _BUILT_IN else _interface(gm.graph)
+            interface = None if current.name in BUILT_IN else _interface(gm.graph)
             result = current.call(gm)
             if interface is not None and interface != _interface(gm.graph):
                 raise _ConditionError(_CHANGED)
             if result.modified:
-                _finish(gm)
+                _lint(gm)
             _check_conditions(gm, current, "ensures")
         except AmpFxError:
             raise
@@ -148,6 +337,9 @@ def run_passes(
         _log_pass(gm, report)
         if observer is not None:
             observer.after_pass(report, gm)
+    if any(report.counts for report in reports):
+        for module in _graph_modules(gm):
+            module.recompile()
     return reports
 
 
@@ -175,12 +367,14 @@ def _check_conditions(gm: fx.GraphModule, current: Pass, what: str) -> None:
             raise _ConditionError(f"it {what} that {condition.text}, and {node} does not")
 
 
-def _finish(gm: fx.GraphModule) -> None:
-    """Lints and recompiles a graph and the bodies of its higher-order ops."""
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule):
-            module.graph.lint()
-            module.recompile()
+def _graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """Returns a graph and the bodies of its higher-order ops."""
+    return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
+
+
+def _lint(gm: fx.GraphModule) -> None:
+    for module in _graph_modules(gm):
+        module.graph.lint()
 
 
 def _log_pass(gm: fx.GraphModule, report: PassReport) -> None:
@@ -196,136 +390,3 @@ def _log_pass(gm: fx.GraphModule, report: PassReport) -> None:
         metadata_fn=lambda: {"name": f"amp_fx_{report.name}", "encoding": "string"},
         payload_fn=lambda: gm.print_readable(print_output=False),
     )
-
-
-DEFAULT_AFTER = "fold_casts"
-_BUILT_IN = {kind.name: index for index, kind in enumerate(PASSES)}
-
-
-@dataclasses.dataclass(frozen=True)
-class AddedPass:
-    """A pass that a user added, and the name of the pass before it."""
-
-    added: Pass
-    after: str = DEFAULT_AFTER
-
-
-_registered: OrderedDict[str, AddedPass] = OrderedDict()
-
-
-def register_pass(new: Pass, *, after: str = DEFAULT_AFTER) -> RemovableHandle:
-    """Runs a pass over every graph that is compiled or explained from now on.
-
-    Args:
-        new: The pass (``amp_fx.passes.base.Pass``). It replaces a registered pass of the same name.
-        after: The name of the pass to run after. In graphs where that pass does not run, the new
-            pass runs at its position.
-
-    Returns:
-        A handle; its ``remove()`` unregisters the pass.
-
-    Raises:
-        OptionError: ``new`` is not a pass or has the name of a built-in one, or no pass is called
-            ``after``.
-    """
-    check_pass("register_pass", new)
-    if after not in _BUILT_IN and after not in _registered:
-        raise OptionError(f"after={after!r}: {_no_such_pass(after, ())}")
-    handle = RemovableHandle(_registered)
-    handle.id = new.name  # type: ignore[assignment]
-    _registered[new.name] = AddedPass(new, after)
-    return handle
-
-
-def check_pass(where: str, value: Any) -> None:
-    """Raises ``OptionError`` if a value is not a pass or has the name of a built-in pass."""
-    name = getattr(value, "name", None)
-    if isinstance(value, type) or not isinstance(name, str) or not callable(_call_of(value)):
-        raise OptionError(
-            f"{where}: {value!r} is not a pass: give an object with a name and a method call(gm)"
-        )
-    if name in _BUILT_IN:
-        raise OptionError(f"{where}: {name!r} is the name of a pass of amp_fx; give another one")
-
-
-def _call_of(value: Any) -> Any:
-    return getattr(value, "call", None)
-
-
-def check_disabled(where: str, names: Iterable[str], added: Sequence[Pass]) -> None:
-    """Raises ``OptionError`` for names of missing passes and of passes that results depend on."""
-    for name in names:
-        if name not in _BUILT_IN and name not in _registered and name not in _names(added):
-            raise OptionError(f"{where}: {_no_such_pass(name, added)}")
-        if any(kind.name == name and getattr(kind, "is_needed", False) for kind in PASSES):
-            raise OptionError(f"{where}: results would be wrong without the pass {name!r}")
-
-
-def _names(passes: Iterable[Pass]) -> list[str]:
-    return [each.name for each in passes]
-
-
-def _no_such_pass(name: str, added: Sequence[Pass]) -> str:
-    known = [*_BUILT_IN, *_registered, *_names(added)]
-    meant = did_you_mean(name, known)
-    return f"there is no pass {name!r}; the passes are {', '.join(known)}{meant}"
-
-
-def with_added(
-    passes: Iterable[Pass], added: Sequence[Pass], disabled: Iterable[str]
-) -> tuple[Pass, ...]:
-    """Inserts registered and added passes, and removes disabled ones."""
-    pipeline = list(passes)
-    inserted: set[str] = set()
-    for entry in [*_registered.values(), *map(AddedPass, added)]:
-        position = _position(pipeline, entry.after)
-        while position < len(pipeline) and pipeline[position].name in inserted:
-            position += 1  # passes that were added earlier run earlier
-        pipeline.insert(position, entry.added)
-        inserted.add(entry.added.name)
-    return tuple(each for each in pipeline if each.name not in disabled)
-
-
-def _position(passes: Sequence[Pass], after: str) -> int:
-    """Returns the position after a pass, or the position that the pass would have."""
-    names = _names(passes)
-    if after in names:
-        return names.index(after) + 1
-    rank = _BUILT_IN.get(after, _BUILT_IN[DEFAULT_AFTER])
-    return max(
-        (i + 1 for i, name in enumerate(names) if _BUILT_IN.get(name, rank) < rank), default=0
-    )
-
-
-def passes_of_users(passes: Iterable[Pass]) -> tuple[Pass, ...]:
-    """Returns the passes that are not built in."""
-    return tuple(each for each in passes if each.name not in _BUILT_IN)
-
-
-@contextlib.contextmanager
-def in_cache_keys(passes: Iterable[Pass]) -> Iterator[None]:
-    """Context manager that adds the user's passes to the keys of on-disk caches.
-
-    Relies on ``cache_key_tag`` being part of the keys of inductor's and AOTAutograd's caches.
-    """
-    users = passes_of_users(passes)
-    if not users:
-        yield
-        return
-    from amp_fx.torch_private.aot_autograd import config as functorch_config
-
-    config: Any = torch.compiler.config
-    keys = [f"{each.name}={getattr(each, 'cache_key', '')}" for each in users]
-    tag = " ".join(filter(None, [config.cache_key_tag, f"amp_fx: {'; '.join(keys)}"]))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(config.patch(cache_key_tag=tag))
-        if cache_options(users):
-            stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
-        yield
-
-
-def cache_options(passes: Iterable[Pass]) -> dict[str, bool]:
-    """Returns options that turn inductor's caches off if a pass has no ``cache_key``."""
-    if all(each.name in _BUILT_IN or hasattr(each, "cache_key") for each in passes):
-        return {}
-    return {"fx_graph_cache": False, "fx_graph_remote_cache": False}

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from amp_fx.backend.added_passes import with_added
 from amp_fx.backend.fallback import as_native_region, warn_fallback, warn_transforms
 from amp_fx.backend.numerics import is_strict
-from amp_fx.backend.pipeline import default_passes, run_passes, with_added
+from amp_fx.backend.pipeline import captured_passes, run_passes
 from amp_fx.backend.unused_patterns import warn_unused
 from amp_fx.errors import PassError
 from amp_fx.graphs.bodies import copy_graph_module, enters_regions, has_shared_bodies
@@ -36,7 +37,6 @@ from amp_fx.regions.policy_numbers import pin
 from amp_fx.regions.state import AutocastState, in_disabled_region, no_autocast
 from amp_fx.stats import record_graph
 from amp_fx.torch_private.autocast import enter_autocast
-from amp_fx.weights.cacheable import is_weight
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from amp_fx.passes.base import Observer, Pass, PassReport
     from amp_fx.policies.policy import Policy
     from amp_fx.regions.module_stack import CompileFrame
+    from amp_fx.weights.inputs import Inputs
 
 log = logging.getLogger("amp_fx.rewrite")
 
@@ -67,9 +68,7 @@ class Rewritten:
     root: str | None
 
 
-def rewrite(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, observer: Observer
-) -> Rewritten:
+def rewrite(gm: fx.GraphModule, inputs: Inputs, options: Options, observer: Observer) -> Rewritten:
     """Inserts casts into a copy of a captured graph, following the ambient region or the options.
 
     Raises:
@@ -88,16 +87,15 @@ def rewrite(
     restores_outputs = not ambient.enabled and (
         options.output_dtype == "original" or ends_at_graph_break()
     )
-    weights = _weights_of(gm, example_inputs)
-    built_in = default_passes(
+    built_in = captured_passes(
         policy,
         AutocastSite(state, torch.is_grad_enabled(), is_bare=not ambient.enabled),
         restores_outputs=restores_outputs,
-        weights=tuple(node.name for node, _ in weights),
+        weights=tuple(inputs.nodes[i].name for i in inputs.weights),
         frame=frame,
         guards_range=options.range_guard,
         flattens=_flattens(options, state),
-        quantizes=_quantizes(gm, weights, policy, frame),
+        quantizes=_quantizes(gm, inputs, policy, frame),
         output_dtypes=_program_dtypes(gm, ambient) if restores_outputs else None,
     )
     passes = with_added(built_in, options.passes, options.disable_passes)
@@ -121,25 +119,15 @@ def _flattens(options: Options, state: AutocastState) -> bool:
     return state.enabled == ("cpu",) or options.compiler != "inductor" or is_strict(options)
 
 
-def _weights_of(
-    gm: fx.GraphModule, example_inputs: Sequence[Any]
-) -> list[tuple[fx.Node, torch.Tensor]]:
-    """Returns the placeholders that are weights, with their tensors."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    return [(n, t) for n, t in zip(placeholders, example_inputs, strict=True) if is_weight(n, t)]
-
-
 def _quantizes(
-    gm: fx.GraphModule,
-    weights: Sequence[tuple[fx.Node, torch.Tensor]],
-    policy: Policy,
-    frame: CompileFrame,
+    gm: fx.GraphModule, inputs: Inputs, policy: Policy, frame: CompileFrame
 ) -> QuantizeProducts | None:
     """Returns the pass for float8 products; None if no policy of the graph has float8."""
     has_regions = bool(gm.graph.find_nodes(op="call_function", target=enter_autocast))
     if not policy.resolver.has_float8 and not has_regions:
         return None
     ends = linear_ends(frame.modules())
+    weights = [(inputs.nodes[i], inputs.tensors[i]) for i in inputs.weights]
     names = (
         None
         if ends is None

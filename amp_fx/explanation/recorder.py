@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from amp_fx import csrc
-from amp_fx.backend.caching import caching
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.backend.disk_caches import without_autograd_cache
+from amp_fx.backend.lower import find_cached, plan_graphs
 from amp_fx.csrc import build
 from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.reading import FlopMeter, GraphReader, kind_of
@@ -29,7 +29,7 @@ from amp_fx.explanation.records import (
 from amp_fx.graphs.bodies import copy_graph_module, graphs_in
 from amp_fx.graphs.casts import CONVERT, inserted_cast
 from amp_fx.graphs.locations import input_path, module_types
-from amp_fx.graphs.metadata import CAST, IS_CACHED
+from amp_fx.graphs.metadata import CAST, IS_CACHED, VALUE
 from amp_fx.graphs.reasons import clean_reason, region_names
 from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import (
@@ -43,18 +43,20 @@ from amp_fx.passes.low_reads import low_reads
 from amp_fx.policies.calls import TO_COPY
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.regions.state import AutocastState, no_autocast
-from amp_fx.weights.split import viewed_by
+from amp_fx.weights.aliases import viewed_by
+from amp_fx.weights.inputs import Inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from amp_fx.backend.caching import CachedValue, Caching
+    from amp_fx.backend.lower import Caching
     from amp_fx.backend.rewrite import Rewritten
     from amp_fx.explanation.records import NodeRecord
     from amp_fx.graphs.records import Cast
     from amp_fx.options import Options
     from amp_fx.passes.base import PassReport
     from amp_fx.regions.module_stack import CompileFrame
+    from amp_fx.weights.plan import CachePlan
 
 
 log = logging.getLogger(__name__)
@@ -84,8 +86,9 @@ class SeenGraph:
         counts: Counts of the passes.
         fallback: The reason why the graph was not rewritten, or empty.
         backward: The graph that AOTAutograd derives, if requested.
-        kept_values: Values that are cached across calls; empty before ``find_cached_values``.
-        find_cached_values: Sets ``kept_values`` and marks cached casts; None if nothing is cached.
+        plans: What the graphs of AOTAutograd cache; empty before ``find_cached_values``.
+        uncached: For the name of each weight without a cached value, the reason.
+        find_cached_values: Sets ``plans`` and marks cached casts; None if nothing is cached.
     """
 
     captured: fx.GraphModule
@@ -96,7 +99,8 @@ class SeenGraph:
     counts: Counter[str] = dataclasses.field(default_factory=Counter)
     fallback: str = ""
     backward: fx.GraphModule | None = None
-    kept_values: tuple[CachedValue, ...] = ()
+    plans: tuple[CachePlan, ...] = ()
+    uncached: Mapping[str, str] = dataclasses.field(default_factory=dict)
     find_cached_values: Callable[[], None] | None = None
 
 
@@ -148,7 +152,9 @@ class GraphRecorder:
         cache = self._cache(result, example_inputs)
         if self.wants_backward:
             self.seen.backward = derive_backward(gm, list(example_inputs), cache)
-        if cache.is_on():
+        if cache is not None and not cache.is_on():
+            self.seen.uncached = cache.why_off().uncached
+        elif cache is not None:
             self.seen.find_cached_values = functools.partial(
                 self._find_cached_values,
                 cache,
@@ -164,7 +170,7 @@ class GraphRecorder:
 
         return run
 
-    def _cache(self, result: Rewritten, inputs: Sequence[Any]) -> Caching:
+    def _cache(self, result: Rewritten, inputs: Sequence[Any]) -> Caching | None:
         """Returns the backend's decisions on caching, without building ``watch.cpp``.
 
         If the CPU represents an accelerator, the rules of the accelerator apply.
@@ -172,7 +178,8 @@ class GraphRecorder:
         options = self.options
         if self.is_imagined:
             options = dataclasses.replace(options, freezing=False)
-        return caching(self.seen.captured, result, inputs, options, can_watch=can_watch)
+        captured = Inputs.of(self.seen.captured, inputs)
+        return find_cached(captured, result, options, can_watch=can_watch)
 
     def _find_cached_values(
         self, cache: Caching, inputs: Sequence[Any], *, is_grad_enabled: bool
@@ -186,15 +193,17 @@ class GraphRecorder:
         assert seen.rewritten is not None
         try:
             with no_autocast(), torch.set_grad_enabled(is_grad_enabled):
-                seen.kept_values = cache.values(copy_graph_module(seen.rewritten), inputs)
+                seen.plans = tuple(plan_graphs(copy_graph_module(seen.rewritten), inputs, cache))
         except Exception:  # the backend caches nothing for such a graph
             log.debug("could not determine cached values", exc_info=True)
             return
+        seen.uncached = {n: why for plan in seen.plans for n, why in plan.uncached.items()}
         placeholders = seen.rewritten.graph.find_nodes(op="placeholder")
         cached = {
             (storage_id(value_of(placeholders[position])), dtype)
-            for value in seen.kept_values
-            for position, dtype in value.spec.casts()
+            for plan in seen.plans
+            for spec in plan.computed
+            for position, dtype in spec.casts()
         }
         num_cached = 0
         for node, entry in seen.casts.items():
@@ -215,10 +224,14 @@ def can_watch() -> bool:
 
 
 def derive_backward(
-    gm: fx.GraphModule, inputs: Sequence[Any], cache: Caching
+    gm: fx.GraphModule, inputs: Sequence[Any], cache: Caching | None
 ) -> fx.GraphModule | None:
     """Returns the backward that AOTAutograd derives from a rewritten graph, or None."""
-    from amp_fx.torch_private.aot_autograd import aot_autograd, make_boxed_func
+    from amp_fx.torch_private.aot_autograd import (
+        aot_autograd,
+        make_boxed_func,
+        min_cut_rematerialization_partition,
+    )
 
     backwards: list[fx.GraphModule] = []
 
@@ -229,7 +242,7 @@ def derive_backward(
     compiler = aot_autograd(
         fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
         bw_compiler=backward,
-        partition_fn=cache.partition,
+        partition_fn=min_cut_rematerialization_partition if cache is None else cache.partition,
     )
     # Relies on this setting, which makes AOTAutograd compile the backward after the forward.
     with without_autograd_cache(force_non_lazy_backward_lowering=True):
@@ -275,6 +288,7 @@ def _read_forward(index: int, seen: SeenGraph, device: str | None) -> GraphRecor
         break_reason=first_lines(str(reason.reason)) if reason.graph_break else "",
         break_at=f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "",
         kept_values=tuple(_kept_values(seen, after)),
+        uncached=tuple(seen.uncached.items()),
     )
 
 
@@ -282,9 +296,10 @@ def _kept_values(seen: SeenGraph, reader: GraphReader) -> Iterable[KeptValueReco
     assert seen.rewritten is not None
     placeholders = seen.rewritten.graph.find_nodes(op="placeholder")
     paths = [input_path(node, reader.frame) for node in placeholders]
-    for spec, results in seen.kept_values:
-        for output, value in zip(spec.outputs, results, strict=True):
+    for spec in [spec for plan in seen.plans for spec in plan.computed]:
+        for output in spec.outputs:
             if viewed_by(output).op != "placeholder":  # a view of a weight takes no memory
+                value = VALUE.of(output)
                 yield KeptValueRecord(
                     weights=tuple(paths[i] for i in spec.positions),
                     ops=spec.ops,

@@ -215,6 +215,7 @@ class GraphRecord:
         break_reason: The reason of the graph break at its end, or ``""``.
         break_at: Source line of the graph break, or ``""``.
         kept_values: The values that are cached across calls, including casts.
+        uncached: The weights without a cached value, each with the reason.
     """
 
     index: int
@@ -231,6 +232,7 @@ class GraphRecord:
     break_reason: str = ""
     break_at: str = ""
     kept_values: tuple[KeptValueRecord, ...] = ()
+    uncached: tuple[tuple[str, str], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

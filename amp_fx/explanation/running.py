@@ -32,6 +32,7 @@ from amp_fx.torch_private.dynamo import config as dynamo_config
 from amp_fx.torch_private.dynamo import counters, optimize, pgo
 from amp_fx.torch_private.fake_tensors import FakeTensor, FakeTensorMode
 from amp_fx.torch_private.modules import has_global_module_hooks
+from amp_fx.weights.inputs import Inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -267,7 +268,7 @@ def run_stand_in(
             options=dataclasses.replace(parsed, compiler="inductor"),
             is_imagined=stand_in.imagined,
         )
-        rewritten = rewrite(gm, plain_inputs(example_inputs), parsed, recorder)
+        rewritten = rewrite(gm, Inputs.of(gm, plain_inputs(example_inputs)), parsed, recorder)
         with no_autocast():
             run = called_in(watch, recorder.finish(rewritten, example_inputs))
             return called_in(no_autocast, run)

@@ -123,7 +123,7 @@ def _graph_title(graph: GraphRecord, num_graphs: int) -> Text:
 
 
 def _of_graph(graph: GraphRecord, *, shows_all: bool) -> list[RenderableType]:
-    """Returns the ops of a graph by module, and the reasons for their treatments."""
+    """Returns the ops of a graph by module, reasons for their treatments, and uncached weights."""
     from rich.text import Text
 
     casts = {node.name: _casts_before(node, graph) for node in graph.nodes}
@@ -131,6 +131,8 @@ def _of_graph(graph: GraphRecord, *, shows_all: bool) -> list[RenderableType]:
     shown = [n for n in ops if shows_all or not n.is_view or n.decisions or casts[n.name]]
     parts: list[RenderableType] = [_ops_table(shown, casts), Text("why", style="bold")]
     parts.append(_reasons_table(shown))
+    if graph.uncached:
+        parts += [Text("not cached", style="bold"), _uncached_table(graph.uncached)]
     if len(shown) < len(ops):
         hidden = _count(len(ops) - len(shown), "view")
         parts.append(Text(f"{hidden} not shown, which decide nothing (all=True or --all)"))
@@ -179,6 +181,21 @@ def _reasons_table(nodes: Iterable[NodeRecord]) -> Table:
         for i, (reason, names) in enumerate(reasons.items()):
             label = f"  {treatment}" if i == 0 else ""
             table.add_row(label, f"{', '.join(names)}: {reason}")
+    return table
+
+
+def _uncached_table(uncached: Iterable[tuple[str, str]]) -> Table:
+    """Returns one row per reason, with the weights without a cached value."""
+    from rich.table import Table
+
+    weights: dict[str, dict[str, list[str]]] = {}
+    for weight, reason in uncached:
+        weights.setdefault(reason, {}).setdefault(without_numbers(weight), []).append(weight)
+    table = Table.grid(padding=(0, 1))
+    for reason, groups in weights.items():
+        names = [folded_path(group) for group in groups.values()]
+        more = [f"{len(names) - _MOST} more"] if len(names) > _MOST else []
+        table.add_row(f"  {', '.join([*names[:_MOST], *more])}: {reason}")
     return table
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from amp_fx.backend.pipeline import run_passes, with_added
+from amp_fx.backend.added_passes import with_added
+from amp_fx.backend.pipeline import run_passes
 from amp_fx.errors import UnsupportedError
 from amp_fx.exporting.other_device import captured_on, move
 from amp_fx.exporting.program import (

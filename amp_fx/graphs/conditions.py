@@ -54,7 +54,7 @@ VALUES_KNOWN = Condition(
 
 
 def check_graph(gm: fx.GraphModule, pass_name: str) -> None:
-    """Checks a graph after ``insert_casts`` or a later pass.
+    """Checks a graph after ``insert_casts`` or a later pass, or a graph of AOTAutograd.
 
     Raises:
         AssertionError: The graph does not lint, the recorded value of a node is wrong, or an
@@ -72,7 +72,8 @@ def check_graph(gm: fx.GraphModule, pass_name: str) -> None:
             args, kwargs = map_arg(
                 (node.args, node.kwargs), lambda n: fresh[n] if n in fresh else value_of(n)
             )
-            with analysis(fake_mode, is_grad_enabled=SITE.of(node).is_grad_enabled):
+            site = SITE.get(node)  # graphs of AOTAutograd have none, and run without gradients
+            with analysis(fake_mode, is_grad_enabled=site is not None and site.is_grad_enabled):
                 value = call_on_fakes(node, args, kwargs)
                 fresh[node] = adopt_captured(captured_value(node), value)
     # Compared at the end, because ops such as ``unsqueeze_`` change the shapes of earlier values,
@@ -85,6 +86,8 @@ def _can_evaluate(node: fx.Node) -> bool:
     is_hop = isinstance(node.target, HigherOrderOperator)
     if not VALUE.is_on(node) or OPAQUE.is_on(node) or is_rewritten(node) or is_hop:
         return False
+    if not all(VALUE.is_on(source) for source in node.all_input_nodes):
+        return False  # it reads a packed weight, which has no fake tensor
     return bool(tensors_in(*argument_values(node)))
 
 

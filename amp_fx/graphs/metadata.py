@@ -74,7 +74,7 @@ FLOAT8_NOTE: Key[str] = Key("float8")
 HAS_REWRITTEN_BODIES: Key[bool] = Key("has_rewritten_bodies")
 """The bodies of a higher-order op contain inserted casts (``bodies``)."""
 CONSTANT: Key[torch.Tensor] = Key("amp_fx_constant")
-"""The tensor of a ``get_attr`` node in ``prepare`` (``weights.split``)."""
+"""The tensor of a ``get_attr`` node in ``prepare`` (``weights.prepare``)."""
 IS_CACHED: Key[bool] = Key("is_cached")
 """The result of a cast is cached across calls (``explanation.recorder``)."""
 STORED_LOW: Key[int] = Key("stored_low")

@@ -24,6 +24,7 @@ from amp_fx.numerics.places import EAGER_FORMS
 from amp_fx.options import Options
 from amp_fx.policies.float8 import float8_product, float8_weight
 from amp_fx.regions.state import no_autocast
+from amp_fx.weights.inputs import Inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,7 +67,8 @@ class CompiledStep:
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         self.num_graphs += 1
         gm, attributes = with_attributes_as_inputs(gm)
-        found = rewrite(gm, [*example_inputs, *attributes], self._options, Reporting())
+        inputs = Inputs.of(gm, [*example_inputs, *attributes])
+        found = rewrite(gm, inputs, self._options, Reporting())
         for graph in graphs_in(found.gm):
             self._tell_places(graph, found.frame)
         for inner in found.gm.modules():

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import fx
 
+from amp_fx.backend.compilers import compile_inner
 from amp_fx.backend.entry import called_in
-from amp_fx.backend.inner import compile_inner
 from amp_fx.backend.rewrite import Reporting, rewrite
 from amp_fx.explanation.running import optimized
 from amp_fx.graphs.bodies import with_attributes_as_inputs
@@ -31,6 +31,7 @@ from amp_fx.torch_private.aot_autograd import aot_autograd, make_boxed_func
 from amp_fx.torch_private.higher_order import let_saved_rng_states_be_traced
 from amp_fx.torch_private.modes import no_dispatch_modes
 from amp_fx.torch_private.ops import OpOverload
+from amp_fx.weights.inputs import Inputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -71,7 +72,7 @@ def traced(
             return compiler(gm, example_inputs)  # type: ignore[no-any-return]
         gm, attributes = with_attributes_as_inputs(gm)
         given = [*example_inputs, *attributes]
-        found = rewrite(gm, given, options, Reporting())
+        found = rewrite(gm, Inputs.of(gm, given), options, Reporting())
         with no_autocast():
             compiled = _compiler(trace, options, found.frame, is_wanted)(found.gm, given)
         return called_in(no_autocast, lambda *args: compiled(*args, *attributes))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.backend.entry import amp_fx
-from amp_fx.backend.pipeline import PASSES
+from amp_fx.backend.pipeline import CAPTURED_PASSES
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import OptionError
 from amp_fx.explanation.running import isolated, optimized
@@ -274,4 +274,4 @@ def _merged(options: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, An
 def _passes(options: Mapping[str, Any]) -> list[str]:
     """Returns the names of the passes that can be disabled, custom ones first."""
     own = [each.name for each in options.get("passes", ())]
-    return own + [kind.name for kind in PASSES if not getattr(kind, "is_needed", False)]
+    return own + [kind.name for kind in CAPTURED_PASSES if not getattr(kind, "is_needed", False)]

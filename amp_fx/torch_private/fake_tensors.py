@@ -22,6 +22,7 @@ from amp_fx.replaced import replaced
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -35,6 +36,7 @@ __all__ = (
     "enable_python_dispatcher",
     "fake_tensors_on",
     "unset_fake_temporarily",
+    "with_real_tensors",
 )
 
 
@@ -52,3 +54,10 @@ def fake_tensors_on(device: torch.device) -> Iterator[None]:
 
     with replaced((MetaTensorDescriber, "describe_tensor", describe_on_device)), device:
         yield
+
+
+def with_real_tensors(fake_mode: FakeTensorMode | None) -> AbstractContextManager[None]:
+    """Context in which ops may combine fake tensors of a mode with real ones, such as constants."""
+    if fake_mode is None:
+        return contextlib.nullcontext()
+    return replaced((fake_mode, "allow_non_fake_inputs", True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import types
@@ -46,6 +47,7 @@ from torch._inductor.utils import Placeholder, parallel_num_threads
 from torch._inductor.virtualized import V, ops
 
 from amp_fx.replaced import replaced
+from amp_fx.torch_private.inductor_passes import STORED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -61,6 +63,7 @@ __all__ = (
     "SchedulerNode",
     "allow_float32_biases",
     "aoti_compile_and_package",
+    "batch_norm_folding",
     "compile_fx_module",
     "decompositions",
     "enter_freezing",
@@ -77,6 +80,7 @@ __all__ = (
     "packing_low_products",
     "packing_products_of_vectors",
     "record_has_frozen_params",
+    "record_output_strides",
     "register_lowering",
     "replace_node_with_constant",
     "select_decomp_table",
@@ -126,7 +130,7 @@ def store_result(node: torch.fx.Node) -> None:
 
     Relies on ``inductor_realize_to_strides`` in ``node.meta``.
     """
-    node.meta["inductor_realize_to_strides"] = True
+    node.meta[STORED] = True
 
 
 def without_input_asserts(names: Collection[str]) -> AbstractContextManager[None]:
@@ -146,6 +150,26 @@ def without_input_asserts(names: Collection[str]) -> AbstractContextManager[None
             self._pending_input_asserts.pop(name, None)
 
     return replaced((PythonWrapperCodegen, "codegen_input_size_asserts", add_others))
+
+
+def record_output_strides(gm: torch.fx.GraphModule) -> None:
+    """Records the strides that the outputs of a graph have in compiled code (``repaired``).
+
+    Args:
+        gm: A graph whose outputs have their values in ``meta["val"]``.
+    """
+    compile_fx_module.record_original_output_strides(gm)
+
+
+def batch_norm_folding(is_on: bool) -> AbstractContextManager[None]:
+    """Context in which passes fold arithmetic after a convolution or product into its weights.
+
+    Relies on ``torch._inductor.fx_passes.freezing_patterns.binary_folding_pass``.
+    """
+    freezing_patterns.lazy_init()  # registers the patterns of the pass that is replaced here
+    if is_on:
+        return contextlib.nullcontext()
+    return replaced((freezing_patterns, "binary_folding_pass", PatternMatcherPass()))
 
 
 def packing_for_onednn() -> AbstractContextManager[None]:

@@ -9,6 +9,7 @@ values for each set of weights.
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,16 @@ ADVICE = (
     "call amp_fx.weight_cache.invalidate() after such writes, or compile with "
     "options={'weight_cache': False}"
 )
+
+
+VERIFY_ENVIRONMENT = "AMP_FX_VERIFY"
+
+_VERIFY = {"1": "full", "full": "full", "sample": "sample", "off": "off"}
+
+
+def verify_level(option: str) -> str:
+    """Returns ``Options.verify``, unless the environment overrides it."""
+    return _VERIFY.get(os.environ.get(VERIFY_ENVIRONMENT, ""), option)
 
 
 def flattened(values: Iterable[Any]) -> list[torch.Tensor]:

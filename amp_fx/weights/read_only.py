@@ -1,7 +1,7 @@
 """Checks that compiled code writes neither to cached values nor to weights (``AMP_FX_CHECK=1``).
 
 The check needs no list of the ways in which inductor may reuse memory; see
-Note [Cached values are read-only] in ``weights.packed``.
+Note [Cached values are read-only] in ``weights.pack``.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.devices.huge_pages import in_huge_pages
 from amp_fx.torch_private.kernels import foreach_copy_
 from amp_fx.torch_private.tensors import data_address
+from amp_fx.weights.cpu.huge_pages import in_huge_pages
 from amp_fx.weights.engine import engine
 from amp_fx.weights.entry import CacheEntry, compute, computing_values, copied_into
 from amp_fx.weights.spread import part_of

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import fx
 
-    from amp_fx.weights.split import Prepare
+    from amp_fx.weights.prepare import Prepare
 
 
 class TemplateConstants(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -13,7 +13,7 @@ from amp_fx.passes import fold_casts, insert_casts, restore_outputs
 from amp_fx.passes.base import PassResult
 from amp_fx.policies.policy import preset
 from amp_fx.regions import state
-from amp_fx.weights import call, split, store
+from amp_fx.weights import call, prepare, store
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -229,12 +229,12 @@ def _transpose(values: list[Any], _: Any) -> None:
 
 
 def _key_without_dtype(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(split.CachedValueSpec, "key", lambda self, _: (self.is_alias, self.ops))
+    patch.setattr(prepare.CachedValueSpec, "key", lambda self, _: (self.is_alias, self.ops))
 
 
 def _merge_all(patch: pytest.MonkeyPatch) -> None:
     """Nodes of one op are one, whatever they are computed from."""
-    patch.setattr(split, "_text", lambda node, _: str(node.target))
+    patch.setattr(prepare, "_text", lambda node, _: str(node.target))
 
 
 def _only_first_refresh(patch: pytest.MonkeyPatch) -> None:

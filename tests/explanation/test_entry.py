@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import amp_fx
 from amp_fx import stats, weight_cache
-from amp_fx.backend import backward, inner
+from amp_fx.backend import backward, compilers
 from amp_fx.errors import ArgumentTypeError, OptionError, PolicyError, UnsupportedError
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.regions.state import nesting
@@ -58,7 +58,7 @@ def compiled_casts(
     def compile_inner(gm: fx.GraphModule, *more: Any, **kwargs: Any) -> Callable[..., Any]:
         graphs = [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
         casts.extend(n for graph in graphs for n in graph.nodes if n.target is _TO_COPY)
-        return inner.compile_inner(gm, *more, **kwargs)
+        return compilers.compile_inner(gm, *more, **kwargs)
 
     weight_cache.clear()
     with monkeypatch.context() as patch:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from amp_fx.backend.pipeline import default_passes, run_passes
+from amp_fx.backend.pipeline import captured_passes, run_passes
 from amp_fx.graphs.casts import add_cast
 from amp_fx.graphs.conditions import check_graph
 from amp_fx.graphs.values import set_value
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def rewritten(rng: torch.Generator) -> Captured:
     x = torch.randn(4, 4, generator=rng)
     captured = capture_program(lambda x: (x @ x).relu().sum(), x)
-    run_passes(captured.gm, default_passes(POLICY, site(), restores_outputs=True), check=False)
+    run_passes(captured.gm, captured_passes(POLICY, site(), restores_outputs=True), check=False)
     return captured
 
 
@@ -77,7 +77,7 @@ def test_value_whose_shape_a_later_op_changes() -> None:
         return y @ z
 
     captured = capture_program(program, torch.randn(4, 4))
-    run_passes(captured.gm, default_passes(POLICY, site(), restores_outputs=True), check=True)
+    run_passes(captured.gm, captured_passes(POLICY, site(), restores_outputs=True), check=True)
     node = captured.node("matmul")
     set_value(node, node.meta["val"].flatten())
     fails(captured, "produces")
@@ -85,7 +85,7 @@ def test_value_whose_shape_a_later_op_changes() -> None:
 
 def test_checking_writes_to_no_value() -> None:
     captured = capture_program(lambda x: x.clone().add_(1) @ x, torch.randn(4, 4))
-    run_passes(captured.gm, default_passes(POLICY, site(), restores_outputs=True), check=False)
+    run_passes(captured.gm, captured_passes(POLICY, site(), restores_outputs=True), check=False)
     value = captured.node("clone").meta["val"]
     before = value._version
     check_graph(captured.gm, "a_pass")

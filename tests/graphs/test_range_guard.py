@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from amp_fx.backend.pipeline import default_passes, run_passes
+from amp_fx.backend.pipeline import captured_passes, run_passes
 from amp_fx.graphs.records import AutocastSite
 from amp_fx.policies.policy import preset
 from amp_fx.regions.state import AutocastState
@@ -73,7 +73,7 @@ def guarded(program: Program, x: torch.Tensor) -> list[str]:
     def backend(gm: torch.fx.GraphModule, _: object) -> Program:
         here = AutocastState.ambient()
         at = site(torch.float16) if not here.enabled else AutocastSite(here, is_grad_enabled=False)
-        run_passes(gm, default_passes(preset("torch"), at, restores_outputs=True), check=True)
+        run_passes(gm, captured_passes(preset("torch"), at, restores_outputs=True), check=True)
         found.extend(n.meta["range_guard"] for n in gm.graph.nodes if "range_guard" in n.meta)
         return gm
 

@@ -15,8 +15,7 @@ from torch import fx, nn
 from torch.nn import functional
 
 import amp_fx
-from amp_fx.backend import inner
-from amp_fx.backend.aot_eager import compile_with_aot_eager
+from amp_fx.backend import compilers
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.commands.cli import main
 from amp_fx.devices import wide_products
@@ -267,13 +266,13 @@ def _with_sin(gm: fx.GraphModule) -> None:
 
 
 def test_what_autograd_does_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    compile_it = compile_with_aot_eager
+    compile_it = compilers.compile_with_aot_eager
 
-    def wrong(gm: fx.GraphModule, *args: Any) -> Any:
+    def wrong(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         _with_sin(gm)
-        return compile_it(gm, *args)
+        return compile_it(gm, *args, **kwargs)
 
-    monkeypatch.setattr(inner, "compile_with_aot_eager", wrong)
+    monkeypatch.setattr(compilers, "compile_with_aot_eager", wrong)
     report = amp_fx.verify(net(), options={"compiler": "aot_eager"})(x())
     assert "AOTAutograd" in report.cause
     assert report.remedy == {"compiler": "eager"}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import amp_fx
-from amp_fx.passes.flatten_products import flatten_products
+from amp_fx.passes.flatten_products import FlattenProducts
 from tests import needs
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ def test_bits_of_the_batched_product(
     gm = traced(shared_matrix, x, weight)
     expected = gm(x, weight)
 
-    num_flattened = flatten_products(gm.graph, (torch.bfloat16,), keeps_bits=keeps_bits)
+    result = FlattenProducts((torch.bfloat16,), keeps_bits).call(gm)
+    num_flattened = result.counts["flattened_products"]
     assert num_flattened == (batch > 1 and not (keeps_bits and x.stride(2) != 1))
     gm.recompile()
     result = gm(x, weight)
@@ -88,7 +89,7 @@ def test_bits_of_the_batched_product(
 )
 def test_left_alone(program: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> None:
     gm = traced(program, *inputs)
-    assert flatten_products(gm.graph, (torch.bfloat16,)) == 0
+    assert not FlattenProducts((torch.bfloat16,)).call(gm).modified
     assert num_batched(gm) == 1
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx
 
-from amp_fx.backend.pipeline import default_passes, run_passes
+from amp_fx.backend.pipeline import captured_passes, run_passes
 from amp_fx.passes.low_reads import LowRead, low_reads
 from amp_fx.policies.policy import preset
 from tests.programs import site
@@ -26,7 +26,7 @@ def read_of(program: Program) -> LowRead | None:
     graphs: list[fx.GraphModule] = []
 
     def backend(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        run_passes(gm, default_passes(preset("torch"), site(), restores_outputs=True), check=True)
+        run_passes(gm, captured_passes(preset("torch"), site(), restores_outputs=True), check=True)
         graphs.append(gm)
         return gm.forward
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from amp_fx.backend.pipeline import default_passes, run_passes
+from amp_fx.backend.pipeline import captured_passes, run_passes
 from amp_fx.graphs.conditions import check_graph
 from amp_fx.graphs.opaque import TRANSFORM
 from amp_fx.passes.mark_regions import MarkRegions
@@ -178,5 +178,7 @@ def test_second_run_changes_nothing(rng: torch.Generator) -> None:
 def test_numbers(rng: torch.Generator, dtype: torch.dtype) -> None:
     args = matrices(rng, 3)
     captured = capture_program(nested, *args)
-    run_passes(captured.gm, default_passes(POLICY, site(dtype), restores_outputs=False), check=True)
+    run_passes(
+        captured.gm, captured_passes(POLICY, site(dtype), restores_outputs=False), check=True
+    )
     assert_same_bits(run_program(captured, args), run_program(nested, args, dtype))

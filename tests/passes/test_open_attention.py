@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import scaled_dot_product_attention
 
 from amp_fx import stats
-from amp_fx.passes.open_attention import ATTENTION, open_attention
+from amp_fx.passes.open_attention import ATTENTION, OpenAttention
 from tests import needs
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def traced(*tensors: Any, **kwargs: Any) -> fx.GraphModule:
 def opened(*tensors: Any, **kwargs: Any) -> fx.GraphModule:
     """Traces attention and opens its kernel."""
     gm = traced(*tensors, **kwargs)
-    assert open_attention(gm.graph) == 1
+    assert OpenAttention().call(gm).counts["opened_attention"] == 1
     gm.recompile()
     return gm
 
@@ -139,7 +139,7 @@ ONE, MANY = low(1, 2, 1, 8), low(1, 2, 4, 8)
 )
 def test_left_alone(inputs: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
     gm = traced(*inputs, **kwargs)
-    assert open_attention(gm.graph) == 0
+    assert not OpenAttention().call(gm).modified
     assert num_kernels(gm) == 1
 
 

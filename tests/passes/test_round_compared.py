@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from amp_fx.passes.round_compared import round_compared
+from amp_fx.passes.round_compared import RoundCompared
 from amp_fx.torch_private.inductor_passes import ROUNDED
 from tests.programs import compiled
 
@@ -35,7 +35,7 @@ def test_values_that_are_rounded(
 ) -> None:
     x = torch.randn(4, 4, generator=rng).to(dtype)
     gm = make_fx(program, tracing_mode="fake")(x)
-    assert round_compared(gm.graph) == number
+    assert RoundCompared().call(gm).counts["rounded_values"] == number
     assert sum(ROUNDED in node.meta for node in gm.graph.nodes) == number
 
 

@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_fx
 from amp_fx import stats, weight_cache
-from amp_fx.backend.after_autograd import AfterAutograd
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
+from amp_fx.backend.disk_caches import keyed
 from amp_fx.devices import wide_products
+from amp_fx.options import Options
 from amp_fx.passes.widen_products import KINDS
 from tests import needs
 
@@ -307,10 +308,15 @@ def test_bits_do_not_depend_on_a_timing() -> None:
 
 
 def test_caches_tell_products_apart(request: pytest.FixtureRequest) -> None:
-    keys = [AfterAutograd(chooses_kernels=is_on).uuid() for is_on in (False, True)]
+    config: Any = torch.compiler.config
+    keys = []
+    for options in ({"numerics": "strict"}, {}):
+        with keyed(Options.parse(options)):
+            keys.append(config.cache_key_tag)
     for units in ("_all_units", "_no_units"):
         request.getfixturevalue(units)
-        keys.append(AfterAutograd(chooses_kernels=True).uuid())
+        with keyed(Options()):
+            keys.append(config.cache_key_tag)
     assert len({*keys}) >= 3
     assert keys[2] != keys[3]
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from amp_fx.backend.pipeline import default_passes
+from amp_fx.backend.pipeline import captured_passes
 from tests.programs import (
     POLICY,
     assert_same_bits,
@@ -63,7 +63,7 @@ PROGRAMS = {"function": function, "vmap": vmapped, "two": two_in_a_row}
 
 def rewrite(captured: Captured, **where: Any) -> Counter[str]:
     """Runs the whole pipeline, of which this pass is the last; checks the graph."""
-    passes = default_passes(POLICY, site(**where), restores_outputs=False)
+    passes = captured_passes(POLICY, site(**where), restores_outputs=False)
     return run_settling(captured.gm, passes)
 
 

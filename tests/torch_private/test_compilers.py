@@ -18,7 +18,7 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch._inductor.virtualized import V
 from torch.overrides import BaseTorchFunctionMode
 
-import amp_fx.weights.few_rows  # noqa: F401 (registers an op)
+import amp_fx.weights.cpu.few_rows  # noqa: F401 (registers an op)
 from amp_fx.torch_private import (
     aot_autograd,
     dynamo,
@@ -338,7 +338,6 @@ def test_passes_have_an_identity_for_caches() -> None:
     for kind in (inductor_passes.CustomGraphPass, inductor_passes.CustomPartitionerFn):
         assert inspect.isabstract(kind)
         assert {"__call__", "uuid"} <= kind.__abstractmethods__
-    assert inductor_passes.get_hash_for_files((__file__,))
 
 
 def test_caches_of_inductor_lie_in_this_folder(

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import tensors_in
 from amp_fx.replaced import replaced
+from amp_fx.weights.aliases import is_view
 from amp_fx.weights.call import CachedCall, flattened
-from amp_fx.weights.split import is_view, run_node
+from amp_fx.weights.prepare import run_node
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import fx
 
-    from amp_fx.weights.split import CachedValueSpec
+    from amp_fx.weights.prepare import CachedValueSpec
 
     Weights = tuple[torch.Tensor, ...]
     Made = tuple[int, int, int, bool]
@@ -43,13 +44,13 @@ class FakeCache:
         """Takes fake tensors for weights, and calls graphs with values that are computed anew."""
         from torch._inductor import config
 
-        from amp_fx.backend import caching as module
+        from amp_fx.backend import lower as module
 
-        caching: Any = module
-        compile_packed = caching.compile_packed
+        lower: Any = module
+        compile_packed = lower.compile_packed
 
         def compile_fake(
-            gm: Any, inputs: Any, weights: Any, names: Any, compile_graph: Any, **kwargs: Any
+            gm: Any, inputs: Any, passed: Any, constants: Any, compile_graph: Any, **kwargs: Any
         ) -> Any:
             runs = []
 
@@ -57,7 +58,7 @@ class FakeCache:
                 runs.append(compile_graph(*args, **given))
                 return runs[-1].compiled
 
-            found = compile_packed(gm, inputs, weights, names, compile_counted, **kwargs)
+            found = compile_packed(gm, inputs, passed, constants, compile_counted, **kwargs)
             self._packed[id(found[0].code)] = found[0], runs[-1]
             return found
 
@@ -68,9 +69,9 @@ class FakeCache:
             # On CPUs without oneDNN's packed weights, whose ops take no fake tensors.
             config.patch({"cpp.weight_prepack": False}),
             replaced(
-                (caching, "FakeTensor", _NoTensor),
-                (caching, "constants_for", _fake_constants),
-                (caching, "compile_packed", compile_fake),
+                (lower, "FakeTensor", _NoTensor),
+                (lower, "constants_for", _fake_constants),
+                (lower, "compile_packed", compile_fake),
                 (CachedCall, "__call__", call),
             ),
         ):

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from amp_fx.backend.caching import _num_returned
+from amp_fx.backend.lower import AotGraph
 from amp_fx.graphs.collectives import collective_bytes
 from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import tensors_in
 from amp_fx.replaced import replaced
-from amp_fx.weights.split import viewed_by
+from amp_fx.weights.aliases import viewed_by
 from tests.traffic.kernels import kernel_of
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _saved_bytes(gm: fx.GraphModule, kwargs: Mapping[str, Any]) -> int:
     """Returns the bytes that a forward saves for its backward, but for its inputs."""
     outputs = gm.graph.output_node().args[0]
     assert isinstance(outputs, (list, tuple))
-    num_returned = len(outputs) if kwargs.get("is_backward") else _num_returned(gm, kwargs)
+    num_returned = AotGraph(gm, (), kwargs).num_returned
     saved = dict.fromkeys(n for n in outputs[num_returned:] if isinstance(n, fx.Node))
     made = [node for node in saved if viewed_by(node).op != "placeholder"]
     return sum(num_bytes(value) for node in made for value in tensors_in(node.meta.get("val")))

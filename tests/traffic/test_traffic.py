@@ -33,15 +33,15 @@ def _unpatched() -> Any:
     """What counting replaces is back afterwards."""
     from torch._inductor import compile_fx, scheduler
 
-    from amp_fx.backend import caching
+    from amp_fx.backend import lower
     from amp_fx.weights.call import CachedCall
 
     places: list[tuple[Any, str]] = [
         (compile_fx, "compile_fx_inner"),
         (scheduler.Scheduler, "codegen"),
         (CachedCall, "__call__"),
-        (caching, "compile_packed"),
-        (caching, "constants_for"),
+        (lower, "compile_packed"),
+        (lower, "constants_for"),
     ]
     before = [getattr(place, name) for place, name in places]
     yield

@@ -13,6 +13,7 @@ takes one protection out of amp_fx, and programs must go wrong.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import copy
 import os
@@ -26,9 +27,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from amp_fx.backend import caching
+from amp_fx.backend import lower
+from amp_fx.passes import pack_for_kernels
+from amp_fx.passes.base import PassResult
+from amp_fx.passes.constants_to_inputs import ConstantsToInputs
 from amp_fx.replaced import replaced
-from amp_fx.weights import packed
 from amp_fx.weights.read_only import CHECK_ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -346,9 +349,9 @@ def run(seed: int) -> None:
 
 
 PLANTED: dict[str, tuple[Any, str, Any]] = {
-    "donated": (caching, "keep_saved", lambda _: None),
-    "constants": (packed.Constants, "to_inputs", lambda _: ([], [])),
-    "returned": (packed, "_separate_outputs", lambda *_: None),
+    "donated": (lower, "keep_saved", lambda _: None),
+    "constants": (ConstantsToInputs, "call", lambda *_: PassResult(collections.Counter())),
+    "returned": (pack_for_kernels, "_separate_outputs", lambda *_: None),
 }
 """Protections of cached values that ``--plant`` replaces."""
 

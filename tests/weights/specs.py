@@ -8,10 +8,10 @@ import torch
 
 from amp_fx.graphs.casts import CONVERT
 from amp_fx.graphs.metadata import VALUE
-from amp_fx.weights.split import Prepare
+from amp_fx.weights.prepare import Prepare
 
 if TYPE_CHECKING:
-    from amp_fx.weights.split import CachedValueSpec
+    from amp_fx.weights.prepare import CachedValueSpec
 
 
 def cast_spec(

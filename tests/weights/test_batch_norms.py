@@ -14,8 +14,8 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_fx import weight_cache
-from amp_fx.weights import batch_norms
-from amp_fx.weights.batch_norms import round_biases
+from amp_fx.passes.round_biases import RoundBiases
+from amp_fx.torch_private import inductor
 from tests import needs
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ def test_torch_without_onednn_folds_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     """As on Apple silicon, where its ops do not exist."""
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     folded: list[None] = []
-    monkeypatch.setattr(batch_norms, "allow_float32_biases", lambda: folded.append(None))
+    monkeypatch.setattr(inductor, "allow_float32_biases", lambda: folded.append(None))
     torch.manual_seed(0)
     model, x = filled(line()()), torch.randn(2, 8, 9, 9)
     result = run(model, x)
@@ -258,7 +258,7 @@ def test_torch_without_onednn_folds_nothing(monkeypatch: pytest.MonkeyPatch) -> 
     assert error(model, x, result) < NEAR
     gm = make_fx(torch.conv2d, tracing_mode="fake")(x, torch.randn(8, 8, 3, 3), torch.randn(8))
     monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
-    round_biases(gm.graph)
+    RoundBiases().call(gm)
 
 
 def test_a_convolution_that_is_not_packed_takes_a_rounded_bias() -> None:
@@ -268,7 +268,7 @@ def test_a_convolution_that_is_not_packed_takes_a_rounded_bias() -> None:
     *_, place = gm.graph.find_nodes(op="placeholder")
     place.meta["val"] = place.meta["val"].float()
     for _ in range(2):
-        round_biases(gm.graph)
+        RoundBiases().call(gm)
     gm.recompile()
     assert torch.equal(gm(*low, bias), torch.conv2d(*low, bias.bfloat16()))
     assert sum("convert" in str(node.target) for node in gm.graph.nodes) == 1

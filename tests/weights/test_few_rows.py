@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 from amp_fx import weight_cache
+from amp_fx.passes.block_few_rows import BlockFewRows
 from amp_fx.replaced import replaced
 from amp_fx.torch_private.dynamo import counters
 from amp_fx.torch_private.inductor import CppGemmTemplate, FewRowsKernel, few_rows_kernel
-from amp_fx.weights import few_rows
-from amp_fx.weights.few_rows import MAX_ROWS, MIN_COLUMNS, MIN_WEIGHTS, block_few_rows, max_rows
+from amp_fx.weights.cpu import few_rows
+from amp_fx.weights.cpu.few_rows import MAX_ROWS, MIN_COLUMNS, MIN_WEIGHTS, max_rows
 from tests import needs
 from tests.weights.keeping import FROZEN, Way, batch, check, make_line
 from tests.weights.test_template_constants import WRITES, held
@@ -51,6 +52,10 @@ def integers(*sizes: int, seed: int) -> torch.Tensor:
 def blocked() -> list[weight_cache.KeptValue]:
     """Values that are reshaped, as no other value of a linear layer is."""
     return [v for v in weight_cache.stats().values if "reshape" in v.ops]
+
+
+def block_few_rows(gm: fx.GraphModule) -> int:
+    return BlockFewRows().call(gm).counts["blocked_products"]
 
 
 def graph_of(rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> fx.GraphModule:
@@ -115,8 +120,8 @@ def test_the_rewritten_graph_computes_the_same(
     expected = gm(x)
     is_rewritten = columns >= MIN_COLUMNS and is_few(kernel, torch.bfloat16, rows, weight.numel())
     with replaced((few_rows, "few_rows_kernel", lambda *_: kernel)):
-        assert block_few_rows(gm.graph) == is_rewritten
-        assert block_few_rows(gm.graph) == 0
+        assert block_few_rows(gm) == is_rewritten
+        assert block_few_rows(gm) == 0
     gm.recompile()
     assert torch.equal(gm(x), expected)
 
@@ -130,7 +135,7 @@ def test_blocks_are_those_of_the_template(kernel: FewRowsKernel) -> None:
     weight = torch.randn(columns, depth).bfloat16().t()
     gm = graph_of(1, weight, None)
     with replaced((few_rows, "few_rows_kernel", lambda *_: kernel)):
-        assert block_few_rows(gm.graph) == 1
+        assert block_few_rows(gm) == 1
     [product] = gm.graph.find_nodes(
         op="call_function", target=torch.ops.amp_fx.few_rows_product.default
     )
@@ -171,7 +176,7 @@ def test_small_weights_have_more_rows(
 @pytest.mark.parametrize(("dtype", "device"), [(torch.float32, "cpu"), (torch.bfloat16, "meta")])
 def test_other_dtypes_and_devices_are_left_alone(dtype: torch.dtype, device: str) -> None:
     weight = torch.ones(8, 8, dtype=dtype, device=device)
-    assert block_few_rows(graph_of(1, weight, None).graph) == 0
+    assert block_few_rows(graph_of(1, weight, None)) == 0
 
 
 def test_small_weights_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +184,7 @@ def test_small_weights_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     side = int(MIN_WEIGHTS**0.5)
     for columns in (side - 1, side):
         gm = graph_of(1, torch.ones(side, columns).bfloat16(), None)
-        assert block_few_rows(gm.graph) == (side * columns >= MIN_WEIGHTS)
+        assert block_few_rows(gm) == (side * columns >= MIN_WEIGHTS)
 
 
 def test_a_product_with_an_input_is_left_alone() -> None:
@@ -187,7 +192,7 @@ def test_a_product_with_an_input_is_left_alone() -> None:
     [weight] = gm.graph.find_nodes(op="get_attr")
     [product] = gm.graph.find_nodes(op="call_function", target=aten.mm.default)
     product.replace_input_with(weight, product.all_input_nodes[0])
-    assert block_few_rows(gm.graph) == 0
+    assert block_few_rows(gm) == 0
 
 
 @settings(max_examples=6, deadline=None, suppress_health_check=SHARED)

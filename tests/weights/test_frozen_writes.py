@@ -14,12 +14,13 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 from amp_fx import errors, weight_cache
-from amp_fx.backend import caching
+from amp_fx.backend import lower
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.options import Options
-from amp_fx.weights import entry, packed, store
+from amp_fx.weights import entry, store
 from amp_fx.weights.engine import is_available
-from amp_fx.weights.split import run_node
+from amp_fx.weights.inputs import Inputs
+from amp_fx.weights.prepare import run_node
 from amp_fx.weights.store import STORE
 from tests import needs
 from tests.weights.nets import assert_same, compile_amp_fx, inputs, make_net, random, twin_of
@@ -251,7 +252,8 @@ def test_no_two_forms_of_all_weights_are_there_at_once(monkeypatch: pytest.Monke
 
         return call
 
-    monkeypatch.setattr(packed, "pack", functools.partial(packed.pack, run=counting(run_node)))
+    counted = functools.partial(lower.pack_graph, run=counting(run_node))
+    monkeypatch.setattr(lower, "pack_graph", counted)
     monkeypatch.setattr(store, "compute", counting(entry.compute))
     compiled(random(16, 96))
     assert len(counts) >= 2 * len(model)
@@ -491,4 +493,5 @@ def test_a_graph_of_other_weights_is_found_on_disk() -> None:
 @torch.no_grad()
 def test_code_that_holds_weights_itself_is_not_frozen() -> None:
     for options, is_frozen in (({}, True), ({"cpp_wrapper": True}, False)):
-        assert caching.may_pack(Options.parse(options, None), [inputs()]) == is_frozen
+        given = Inputs((), {0: inputs()}, (), frozenset())
+        assert lower.may_pack(Options.parse(options, None), given) == is_frozen

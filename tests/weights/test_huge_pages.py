@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from amp_fx.devices import huge_pages
-from amp_fx.devices.huge_pages import HUGE_PAGE, in_huge_pages
+from amp_fx.weights.cpu import huge_pages
+from amp_fx.weights.cpu.huge_pages import HUGE_PAGE, in_huge_pages
 from amp_fx.weights.store import STORE
 from tests import needs
 from tests.weights.keeping import FROZEN, batch, check, make_line

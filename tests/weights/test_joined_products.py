@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from amp_fx import weight_cache
-from amp_fx.weights.few_rows import MAX_ROWS
+from amp_fx.weights.cpu.few_rows import MAX_ROWS
 from tests import needs
 from tests.weights.keeping import Way
 from tests.weights.test_few_rows import integers

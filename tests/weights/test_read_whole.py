@@ -10,7 +10,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import conv1d, embedding
 
-from amp_fx.weights.split import convolution_biases, read_whole
+from amp_fx.weights.kernel_reads import convolution_biases, read_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from amp_fx import weight_cache
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
-from amp_fx.weights.few_rows import MAX_ROWS
+from amp_fx.weights.cpu.few_rows import MAX_ROWS
 from tests import needs
 from tests.weights.nets import random, twin_of
 

@@ -13,11 +13,11 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import checkpoint
 
 from amp_fx import preset
-from amp_fx.backend import after_autograd
-from amp_fx.backend.after_autograd import AfterAutograd, widen_weight_grads
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
-from amp_fx.backend.inductor import inductor_config
+from amp_fx.backend.pipeline import aot_passes
 from amp_fx.options import Options
+from amp_fx.passes import widen_weight_grads
+from amp_fx.passes.widen_weight_grads import WidenWeightGrads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ BFLOAT16 = torch.bfloat16
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CPU does what CUDA's kernel does: sums in float32, not rounded."""
-    monkeypatch.setattr(after_autograd, "DEVICES", ("cpu",))
+    monkeypatch.setattr(widen_weight_grads, "DEVICES", ("cpu",))
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
     def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -49,7 +49,7 @@ class Run:
         self.graphs: list[fx.Graph] = []
 
     def backward(self, gm: fx.GraphModule, _: Any) -> Any:
-        self.widened += widen_weight_grads(gm.graph)
+        self.widened += WidenWeightGrads().call(gm).counts["wide_weight_grads"]
         self.graphs.append(gm.graph)
         gm.recompile()
         return make_boxed_func(gm.forward)
@@ -118,7 +118,7 @@ def experts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.skipif(
-    torch.ops.aten.bmm.default not in after_autograd._wide_products(),
+    torch.ops.aten.bmm.default not in widen_weight_grads.wide_products(),
     reason="inductor does not lower aten.bmm.dtype",
 )
 def test_the_products_of_experts_are_not_rounded() -> None:
@@ -167,30 +167,43 @@ def test_devices_without_the_kernel_are_left_alone() -> None:
 
 
 @pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")
-def test_inductor_hands_it_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-    following: list[fx.Graph] = []
+def test_it_runs_on_the_backward_before_the_passes_of_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The user's own ``post_grad_custom_pre_pass`` is not replaced."""
+    seen: list[Any] = []
+    call = WidenWeightGrads.call
 
-    def spy(graph: fx.Graph) -> int:
-        seen.append(after_autograd.is_backward(graph))
-        return 0
+    def spy(this: WidenWeightGrads, gm: fx.GraphModule) -> Any:
+        names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+        seen.append(any(name.startswith("tangents") for name in names))
+        return call(this, gm)
 
-    monkeypatch.setattr(after_autograd, "widen_weight_grads", spy)
+    def theirs(_: fx.Graph) -> None:
+        seen.append("theirs")
+
+    monkeypatch.setattr(WidenWeightGrads, "call", spy)
     options: dict[str, Any] = {
         "dtype": BFLOAT16,
         "weight_grads": "float32",
-        "post_grad_custom_pre_pass": following.append,  # the user's own runs as well
+        "post_grad_custom_pre_pass": theirs,
     }
     model = nn.Linear(4, 4)
     with torch._inductor.config.patch(fx_graph_cache=False):
         torch.compile(model, backend="amp_fx", options=options)(torch.randn(2, 4)).sum().backward()
-    assert seen == [True]
-    assert len(following) >= 2
+    assert seen == [False, "theirs", True, "theirs"]
 
 
 def has_it(**options: Any) -> bool:
-    found = inductor_config(Options.parse(options)).get("post_grad_custom_pre_pass")
-    return isinstance(found, AfterAutograd) and found.has_wide_grads
+    passes = aot_passes(
+        Options.parse(options),
+        None,
+        stage="backward",
+        num_returned=1,
+        is_inductor=True,
+        is_strict=False,
+    )
+    return any(isinstance(each, WidenWeightGrads) for each in passes)
 
 
 def test_it_is_on_where_it_is_asked_for_and_in_lean() -> None:
@@ -199,14 +212,3 @@ def test_it_is_on_where_it_is_asked_for_and_in_lean() -> None:
     assert has_it(policy="lean")
     assert has_it(policy=preset("lean").with_ops({"softmax": "fp32"}))
     assert not has_it(policy="lean", weight_grads="autocast")
-
-
-def test_caches_tell_it_apart() -> None:
-    def theirs(graph: fx.Graph) -> None:
-        """A pass that gives no key."""
-
-    assert AfterAutograd().uuid() == AfterAutograd().uuid()
-    assert AfterAutograd(following=AfterAutograd()).uuid() not in (None, AfterAutograd().uuid())
-    assert AfterAutograd(following=theirs).uuid() is None, (
-        "what cannot be told apart stays out of caches"
-    )

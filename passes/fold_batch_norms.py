@@ -28,21 +28,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, cast
+from collections import Counter
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import fx
 
 from amp_fx.graphs.casts import CONVERT, add_call
 from amp_fx.graphs.metadata import VALUE
-from amp_fx.torch_private.inductor import allow_float32_biases
-from amp_fx.weights.split import is_preparable
+from amp_fx.passes.base import PassResult
+from amp_fx.weights.plan import is_preparable
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
 aten = torch.ops.aten
-mkldnn = torch.ops.mkldnn
 
 PACKED_DIMS = (4, 5)
 """Dimensions of the results of convolutions that inductor packs for oneDNN."""
@@ -65,60 +65,32 @@ class Affine:
     result: fx.Node
 
 
-def fold_batch_norms(graph: fx.Graph) -> int:
-    """Rewrites a graph in place.
+@dataclasses.dataclass(frozen=True)
+class FoldBatchNorms:
+    """Folds arithmetic by channel after bfloat16 convolutions into their constants."""
 
-    Args:
-        graph: A graph without gradients, whose constants are ``get_attr`` nodes and what depends on
-            them alone.
+    name: ClassVar[str] = "fold_batch_norms"
 
-    Returns:
-        The number of convolutions that were rewritten.
-    """
-    if not _has_onednn():
-        return 0
-    constants = _constants(graph)
-    convolutions = graph.find_nodes(op="call_function", target=aten.convolution.default)
-    found = [_affine_after(convolution, constants) for convolution in convolutions]
-    affines = [affine for affine in found if affine is not None]
-    for affine in affines:
-        _fold(affine)
-    if affines:
-        allow_float32_biases()
-        graph.eliminate_dead_code()
-        graph.lint()
-    return len(affines)
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        """Counts ``folded_norms``."""
+        if not has_onednn():
+            return PassResult(Counter())
+        graph, constants = gm.graph, _constants(gm.graph)
+        convolutions = graph.find_nodes(op="call_function", target=aten.convolution.default)
+        found = [_affine_after(convolution, constants) for convolution in convolutions]
+        affines = [affine for affine in found if affine is not None]
+        for affine in affines:
+            _fold(affine)
+        if affines:
+            from amp_fx.torch_private.inductor import allow_float32_biases
 
-
-def round_biases(graph: fx.Graph) -> None:
-    """Rounds the float32 biases that kernels do not take, in place.
-
-    These are biases of convolutions that were not packed, and of those to whose result a tensor is
-    added: inductor gives both to one kernel, which checks the dtype of the bias. If it gives other
-    ops to such a kernel, ``allow_float32_biases`` rounds.
-    """
-    if not _has_onednn():  # then there are neither such biases nor packed convolutions
-        return
-    packed = mkldnn._convolution_pointwise.default
-    for op in (aten.convolution.default, packed):
-        for convolution in graph.find_nodes(op="call_function", target=op):
-            bias: Any = convolution.args[2]
-            is_added_to = [user.target for user in convolution.users] == [aten.add.Tensor]
-            takes_float32 = op is packed and not is_added_to
-            if takes_float32 or bias is None:
-                continue
-            value = VALUE.get(bias)
-            if value is None:  # inductor's own folding, which rounds biases, sets none
-                continue
-            dtype = VALUE.of(convolution.all_input_nodes[0]).dtype
-            if value.dtype == dtype:
-                continue
-            with graph.inserting_before(convolution):
-                rounded = add_call(graph, CONVERT, bias, dtype)
-            convolution.update_arg(2, rounded)
+            allow_float32_biases()
+            graph.eliminate_dead_code()
+        return PassResult(Counter(folded_norms=len(affines)))
 
 
-def _has_onednn() -> bool:
+def has_onednn() -> bool:
+    """Returns True if torch was built with oneDNN."""
     return bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
 
 

@@ -1,0 +1,272 @@
+"""Compiles rewritten graphs: with inductor, op by op after AOTAutograd, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from amp_fx.backend.cuda_graphs import has_cudagraphs, separate_inputs
+from amp_fx.backend.disk_caches import (
+    keyed,
+    keyed_graph,
+    region_markers_cacheable,
+    without_autograd_cache,
+)
+from amp_fx.backend.fallback import warn_eager
+from amp_fx.backend.inductor_repair import repaired
+from amp_fx.backend.lower import lower_graph
+from amp_fx.backend.numerics import (
+    check_devices,
+    inductor_config,
+    is_strict,
+    uses_inductor,
+    whole_ops,
+)
+from amp_fx.backend.pipeline import joint_passes, run_passes
+from amp_fx.graphs.decomposed_kernels import decompose_products
+from amp_fx.graphs.shared_bodies import inline_shared_bodies
+from amp_fx.passes.keep_eager_kernels import exact_decompositions
+from amp_fx.policies.float8 import float8_product
+from amp_fx.policies.rounding import lower_rounded
+from amp_fx.progress import working
+from amp_fx.regions.state import called_without_autocast, left_on_error
+from amp_fx.torch_private.inductor_passes import CustomGraphPass
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from amp_fx.backend.lower import Caching
+    from amp_fx.options import Options
+
+    Compiled = Callable[..., Any]
+
+log = logging.getLogger("amp_fx.inner")
+
+
+def compile_inner(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    caching: Caching | None = None,
+    *,
+    refuses_mixtures: bool = False,
+) -> Compiled:
+    """Compiles a rewritten graph; call it with autocast off.
+
+    Args:
+        gm: The graph; it is edited.
+        example_inputs: Its inputs.
+        options: The options of the backend.
+        caching: Values of weights to cache; None caches nothing.
+        refuses_mixtures: Whether to raise ``MixedDtypesError`` for a backward whose products have
+            inputs of several dtypes.
+    """
+    if not options.uses_aot_autograd or is_strict(options):
+        # Torch differentiates a body only while it traces, and adds up its gradients in another
+        # order than eager code.
+        inline_shared_bodies(gm)
+    if options.compiler == "eager":
+        return gm.forward
+    if callable(options.compiler):
+        compiled: Compiled = options.compiler(gm, example_inputs)
+        return compiled
+    device_types = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
+    if options.has_eager_kernels:
+        check_devices(device_types)
+    if not uses_inductor(device_types, options):
+        return compile_with_aot_eager(
+            gm, example_inputs, options, caching, refuses_mixtures=refuses_mixtures
+        )
+    compile_inside = _backward_or_eager if options.fallback else compile_graph
+    with contextlib.ExitStack() as stack:
+        if refuses_mixtures:
+            stack.enter_context(_joint_passes_added())
+        if caching is not None:
+            stack.enter_context(without_autograd_cache())  # that cache lacks the call wrapper
+            stack.enter_context(caching.partitioning())
+        return compile_with_inductor(
+            gm,
+            example_inputs,
+            options,
+            functools.partial(
+                lower_graph, options=options, caching=caching, compile_graph=compile_inside
+            ),
+        )
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options, lower: Callable[..., Any]
+) -> Compiled:
+    """Compiles a rewritten graph with AOTAutograd and inductor.
+
+    Args:
+        gm: The graph; it is edited.
+        example_inputs: Its inputs.
+        options: The options of the backend.
+        lower: Compiles each graph of AOTAutograd; has the signature of inductor's
+            ``compile_fx_inner``.
+    """
+    from amp_fx.torch_private.inductor import compile_fx_module, select_decomp_table
+    from amp_fx.torch_private.inductor_config import config
+
+    settings = {**_float8_config(gm), **inductor_config(options)}
+    decompositions = None  # inductor's
+    if options.has_eager_kernels:
+        with config.patch(fallback_random=True):  # which decides whether dropout is among them
+            decompositions = exact_decompositions(select_decomp_table())
+    lower_rounded()
+    if not is_strict(options):
+        decompose_products(gm)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(left_on_error())  # tracing runs the graph
+        # Kernels write to buffers of fixed dtypes, also if backward() is called in a region.
+        stack.enter_context(called_without_autocast())
+        # Inductor's own freezing would treat cached values and weights as constants.
+        stack.enter_context(config.patch(freezing=False))
+        stack.enter_context(region_markers_cacheable())
+        stack.enter_context(repaired())
+        stack.enter_context(keyed(options))
+        if has_cudagraphs(settings):
+            stack.enter_context(without_autograd_cache())  # it lacks what ``separate_inputs`` adds
+        stack.enter_context(whole_ops(options))
+        return compile_fx_module.compile_fx(  # type: ignore[return-value]
+            gm,
+            example_inputs,
+            inner_compile=lower,
+            config_patches=settings,
+            decompositions=decompositions,
+        )
+
+
+def compile_with_aot_eager(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    caching: Caching | None,
+    *,
+    refuses_mixtures: bool,
+) -> Compiled:
+    """Returns a rewritten graph that AOTAutograd differentiates and runs op by op."""
+    from amp_fx.torch_private.aot_autograd import (
+        aot_autograd,
+        boxed_nop,
+        min_cut_rematerialization_partition,
+    )
+
+    def partition(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        if refuses_mixtures:
+            run_passes(gm, joint_passes())
+        into = min_cut_rematerialization_partition if caching is None else caching.partition
+        return into(gm, *args, **kwargs)
+
+    lower = functools.partial(
+        lower_graph,
+        options=options,
+        caching=caching,
+        compile_graph=lambda graph, inputs, **_: boxed_nop(graph, list(inputs)),
+        is_inductor=False,
+    )
+    compiler = aot_autograd(
+        fw_compiler=functools.partial(lower, is_inference=False),
+        bw_compiler=functools.partial(lower, is_backward=True),
+        inference_compiler=functools.partial(lower, is_inference=True),
+        partition_fn=partition,
+        decompositions=exact_decompositions({}) if options.has_eager_kernels else None,
+        keep_inference_input_mutations=True,
+    )
+    # Tracing runs the graph.
+    with left_on_error(), whole_ops(options):
+        return compiler(gm, list(example_inputs))
+
+
+def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Compiles one rewritten graph of AOTAutograd with inductor.
+
+    A backward may be compiled long after its forward, so the context is entered here.
+    """
+    from amp_fx.torch_private.inductor import compile_fx_module
+
+    separated = separate_inputs(gm, kwargs.get("static_input_idxs") or ())
+    stage = "backward" if kwargs.get("is_backward") else "forward"
+    with working(f"inductor's {stage}"), repaired(), keyed_graph(gm):
+        compiled = compile_fx_module.compile_fx_inner(gm, example_inputs, **kwargs)
+    if hasattr(compiled, "current_callable"):
+        compiled.current_callable = separated.wrap(compiled.current_callable)
+    return compiled
+
+
+def _backward_or_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
+    """Compiles one graph of AOTAutograd. A backward that cannot be compiled runs op by op.
+
+    A backward is compiled at its first run, when the backend can no longer fall back. Errors of a
+    forward are raised: the caller falls back to the graph before differentiation.
+    """
+    if not kwargs.get("is_backward"):
+        return compile_graph(gm, example_inputs, **kwargs)
+    uncompiled = fx.GraphModule(gm, copy.copy(gm.graph))  # inductor edits its graph
+    try:
+        return compile_graph(gm, example_inputs, **kwargs)
+    except Exception as error:
+        log.debug("falling back", exc_info=True)
+        warn_eager(error, "inductor", uncompiled.graph, "backward graph")
+
+        def run(inputs: list[Any]) -> Any:
+            args = list(inputs)
+            inputs.clear()
+            return uncompiled(*args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+
+class JointPasses(CustomGraphPass):
+    """Runs ``joint_passes`` where inductor runs its ``joint_custom_pre_pass``.
+
+    Args:
+        following: The user's own pass, which runs afterwards.
+    """
+
+    def __init__(self, following: Any = None) -> None:
+        self.following = following
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Runs the passes over a graph of a forward and its backward."""
+        assert graph.owning_module is not None
+        run_passes(graph.owning_module, joint_passes())
+        if self.following is not None:
+            self.following(graph)
+
+    def uuid(self) -> Any:
+        """Returns the key of the user's pass; amp_fx's own is in the tag (``keyed``)."""
+        if self.following is None:
+            return "amp_fx"
+        return self.following.uuid() if isinstance(self.following, CustomGraphPass) else None
+
+
+def _joint_passes_added() -> contextlib.AbstractContextManager[None]:
+    from amp_fx.torch_private.inductor_config import config
+
+    patch: contextlib.AbstractContextManager[None] = config.patch(
+        joint_custom_pre_pass=JointPasses(config.joint_custom_pre_pass)
+    )
+    return patch
+
+
+def _float8_config(gm: fx.GraphModule) -> dict[str, Any]:
+    """Returns settings that let inductor fuse as many ops on GPUs as on CPUs, for float8 products.
+
+    By default, inductor ends a GPU kernel after 30 ops. Scaling and unscaling take 20 of them, so
+    the backward of a norm would be split and float32 tensors written between its parts.
+    """
+    from amp_fx.torch_private.inductor_config import config
+
+    name = "realize_opcount_threshold"
+    nodes = gm.graph.find_nodes(op="call_function", target=float8_product)
+    is_unset = getattr(config, name, 0) is None
+    return {name: config.realize_cpu_opcount_threshold} if nodes and is_unset else {}

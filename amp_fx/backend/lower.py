@@ -1,0 +1,573 @@
+"""Rewrites the graphs of AOTAutograd, decides what they cache, and compiles them.
+
+- Values computed from weights are inputs of the code (``weights.split``).
+- Without gradients on the CPU, inductor packs weights for its kernels; oneDNN's packed weights are
+  constants of the code (``weights.pack``).
+- With gradients, values of weights that get gradients are computed in every call: with one call
+  per update, caching would move more memory than it saves. ``options={"weight_cache": "training"}``
+  caches them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+from amp_fx.backend.added_passes import with_added
+from amp_fx.backend.disk_caches import without_autograd_cache
+from amp_fx.backend.numerics import inductor_config, is_strict, uses_inductor
+from amp_fx.backend.pipeline import aot_passes, packing_passes, run_passes
+from amp_fx.graphs.bodies import copy_graph_module
+from amp_fx.graphs.collectives import collective_bytes
+from amp_fx.graphs.metadata import SITE, VALUE
+from amp_fx.passes.lay_out_convolutions import LayOutConvolutions
+from amp_fx.stats import record
+from amp_fx.torch_private.aot_autograd import (
+    keep_saved,
+    make_boxed_func,
+    min_cut_rematerialization_partition,
+)
+from amp_fx.torch_private.fake_tensors import FakeTensor, unset_fake_temporarily
+from amp_fx.torch_private.inductor_passes import CustomPartitionerFn
+from amp_fx.torch_private.tracing import TracingContext
+from amp_fx.weights.aliases import computed_outputs, saved_inputs, written_inputs
+from amp_fx.weights.call import CachedCall, verify_level
+from amp_fx.weights.engine import engine, is_available
+from amp_fx.weights.entry import computing_values
+from amp_fx.weights.inputs import TRAINED, UNWATCHED, find_candidates, owner_of
+from amp_fx.weights.pack import CannotPackError, Constants, compile_packed, packing, run_fake
+from amp_fx.weights.plan import PLAN, CachePlan, plan, why_uncached
+from amp_fx.weights.prepare import run_node
+from amp_fx.weights.read_only import checked_backward, checked_results, is_checking
+from amp_fx.weights.store import STORE
+from amp_fx.weights.stored_low import stored_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import fx
+
+    from amp_fx.backend.rewrite import Rewritten
+    from amp_fx.options import Options
+    from amp_fx.passes.base import Pass
+    from amp_fx.weights.inputs import Candidates, Inputs, Weight
+
+log = logging.getLogger("amp_fx.caching")
+
+
+@dataclasses.dataclass(frozen=True)
+class Caching:
+    """Values of one captured graph that its compiled code caches.
+
+    Attributes:
+        candidates: The weights.
+        options: The options of the backend.
+        owner: Name under which ``stats`` counts the values.
+        is_packable: Whether values may be constants of generated code.
+        can_watch: Returns True if writes to weights can be detected. The first call on a machine
+            waits for a C++ compiler.
+    """
+
+    candidates: Candidates
+    options: Options
+    owner: str
+    is_packable: bool
+    can_watch: Callable[[], bool] = is_available
+
+    def is_on(self) -> bool:
+        """Returns True if the forward graph may cache anything."""
+        return bool(self._chosen()) and self.can_watch()
+
+    def _chosen(self) -> dict[int, Weight]:
+        has_gradients = torch.is_grad_enabled() and bool(self.candidates.trained)
+        return self.candidates.chosen(is_inference=not has_gradients)
+
+    def why_off(self) -> CachePlan:
+        """Returns an empty plan with the reasons why nothing is cached (``is_on`` is False)."""
+        weights, chosen = self.candidates.weights, self._chosen()
+        reasons = {w.name: UNWATCHED if i in chosen else TRAINED for i, w in weights.items()}
+        return CachePlan(uncached={**self.candidates.rejected, **reasons})
+
+    def release(self) -> None:
+        """Drops the weights when the compilation ends."""
+        self.candidates.weights.clear()
+
+    def partition(
+        self,
+        gm: fx.GraphModule,
+        joint_inputs: Sequence[Any],
+        *,
+        num_fwd_outputs: int,
+        **kwargs: Any,
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Partitions a joint graph so that the forward saves cached values for the backward.
+
+        torch's partitioner keeps values marked ``MUST_SAVE`` only if the forward computes them
+        anyway. So they are outputs of the forward while the graph is partitioned.
+        """
+        saved = self._save_values(gm)
+        _add_outputs(gm, num_fwd_outputs, saved)
+        num_outputs = num_fwd_outputs + len(saved)
+        forward, backward = min_cut_rematerialization_partition(
+            gm, joint_inputs, num_fwd_outputs=num_outputs, **kwargs
+        )
+        _remove_outputs(forward, num_fwd_outputs, num_outputs)
+        return forward, backward
+
+    def in_graph(self, graph: AotGraph, *, packs: bool | None = None) -> Candidates:
+        """Returns the weights that a graph may cache, by their positions in it.
+
+        Args:
+            graph: A forward graph.
+            packs: Whether weights become constants; None means if they may.
+        """
+        is_inference = graph.stage == "inference"
+        is_packed = is_inference and self.is_packable if packs is None else packs
+        placeholders = graph.gm.graph.find_nodes(op="placeholder")
+        return self.candidates.in_graph(
+            placeholders, is_inference=is_inference, is_packed=is_packed
+        )
+
+    def call(self, *args: Any, **code: Any) -> CachedCall:
+        """Returns compiled code that is called with cached values, and counts its casts."""
+        verify = verify_level(self.options.verify)
+        call = CachedCall(*args, owner=self.owner, verify=verify, **code)
+        specs: Any = {spec.key(()): spec for spec in call.specs if not spec.is_alias}.values()
+        record({"weight_casts_kept": sum(len({*spec.casts()}) for spec in specs)})
+        return call
+
+    @contextlib.contextmanager
+    def partitioning(self) -> Iterator[None]:
+        """Makes inductor call ``partition``, unless the user has a partitioner of their own."""
+        from amp_fx.torch_private.inductor_config import config
+
+        partitioner = config.custom_partitioner_fn or Partitioner(self)
+        with config.patch(custom_partitioner_fn=partitioner):
+            yield
+
+    def _save_values(self, gm: fx.GraphModule) -> list[fx.Node]:
+        """Lays out and marks the values that are cached in a joint graph."""
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        primals = [node for node in placeholders if node.name.startswith("primals")]
+        candidates = self.candidates.in_graph(primals, is_inference=False, is_packed=False)
+        num_outputs = len(_outputs_of(gm))  # results and gradients are both for the caller
+        if self.options.compiler == "inductor":
+            run_passes(gm, [LayOutConvolutions(candidates, num_outputs, is_inference=False)])
+        saved = list(plan(gm, candidates, num_outputs).nodes)
+        for node in saved:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return saved
+
+
+def find_cached(
+    inputs: Inputs,
+    rewritten: Rewritten,
+    options: Options,
+    *,
+    can_watch: Callable[[], bool] = is_available,
+) -> Caching | None:
+    """Finds out what the graphs of a rewritten graph can cache; None if nothing.
+
+    Args:
+        inputs: The inputs of the captured graph.
+        rewritten: The graph, rewritten.
+        options: The options of the backend.
+        can_watch: Returns True if writes to weights can be detected.
+    """
+    is_allowed = options.weight_cache and rewritten.state.cache_enabled
+    if not is_allowed or not options.uses_aot_autograd:
+        log.debug("nothing is cached: the option weight_cache, or autocast's cache, is off")
+        return None
+    candidates = find_candidates(
+        inputs,
+        rewritten.gm,
+        frame=rewritten.frame,
+        stored=set() if options.freezing else stored_tensors(rewritten.frame.modules()),
+        is_training_cached=options.weight_cache == "training",
+    )
+    is_packable = _has_autocast(rewritten.gm.graph) and may_pack(options, inputs)
+    owner = owner_of(rewritten.gm, rewritten.root)
+    return Caching(candidates, options, owner, is_packable, can_watch)
+
+
+@dataclasses.dataclass(frozen=True)
+class AotGraph:
+    """A graph of AOTAutograd, and how its inner compiler is called.
+
+    Attributes:
+        gm: The graph, which passes edit.
+        example_inputs: Its inputs, fake.
+        kwargs: Other arguments of the inner compiler.
+        is_inductor: Whether inductor generates code.
+        is_counted: Whether ``amp_fx.stats`` counts edits; those of an explanation are not.
+    """
+
+    gm: fx.GraphModule
+    example_inputs: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    is_inductor: bool = True
+    is_counted: bool = True
+
+    @property
+    def stage(self) -> str:
+        """``"forward"``, ``"backward"`` or ``"inference"``."""
+        if self.kwargs.get("is_backward"):
+            return "backward"
+        return "inference" if self.kwargs.get("is_inference") else "forward"
+
+    @property
+    def num_returned(self) -> int:
+        """Number of outputs that the caller gets; what follows is saved for the backward."""
+        context = TracingContext.try_get()
+        metadata = None if context is None else context.fw_metadata
+        if self.stage == "forward" and metadata is not None:
+            return int(metadata.num_forward_returns)
+        return len(_outputs_of(self.gm))
+
+    def copy(self) -> AotGraph:
+        """Returns the same with a copy of the graph."""
+        return dataclasses.replace(self, gm=copy_graph_module(self.gm))
+
+    def kwargs_with_values(self, passed: tuple[int, ...]) -> dict[str, Any]:
+        """Returns the arguments of the inner compiler after cached values became inputs.
+
+        The addresses of the values do not change, as those of the inputs in ``static_input_idxs``.
+
+        Args:
+            passed: Positions of the original inputs that precede the values now.
+        """
+        num_inputs = len(self.gm.graph.find_nodes(op="placeholder"))
+        given = self.kwargs.get("static_input_idxs") or ()
+        static = [new for new, old in enumerate(passed) if old in given]
+        static += range(len(passed), num_inputs)
+        return {**self.kwargs, "static_input_idxs": static}
+
+
+def lower_graph(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Options,
+    caching: Caching | None,
+    compile_graph: Callable[..., Any],
+    is_inductor: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Rewrites and compiles a graph; AOTAutograd's inner compiler.
+
+    Args:
+        gm: The graph, which is edited.
+        example_inputs: Its inputs, fake.
+        options: The options of the backend.
+        caching: Values to cache; None caches nothing.
+        compile_graph: Inductor's ``compile_fx_inner``, or a function like it.
+        is_inductor: Whether inductor generates code.
+        **kwargs: Other arguments of the inner compiler.
+    """
+    graph = AotGraph(gm, example_inputs, kwargs, is_inductor)
+    if caching is None:
+        rewrite_graph(graph, options, None)
+        return compile_graph(gm, example_inputs, **kwargs)
+    if graph.stage == "backward":
+        rewrite_graph(graph, options, caching.candidates)
+        compiled = compile_graph(gm, example_inputs, **kwargs)
+        return checked_backward(compiled, caching.owner) if is_checking() else compiled
+    returned = computed_outputs(gm, graph.num_returned)
+    has_data = not any(type(w.tensor) is FakeTensor for w in caching.candidates.weights.values())
+    call = None
+    if caching.is_packable and graph.stage == "inference" and has_data:
+        try:
+            call = _lower_packed(graph.copy(), caching, compile_graph)
+        except CannotPackError as error:
+            log.debug("not packed: %s", error)
+            _forget_output_strides()
+    if call is None:
+        call = _lower_split(graph, caching, compile_graph)
+    is_cached = isinstance(call, CachedCall)
+    return checked_results(call, returned) if is_cached and is_checking() else call
+
+
+def rewrite_graph(
+    graph: AotGraph, options: Options, candidates: Candidates | None, packing: tuple[Pass, ...] = ()
+) -> CachePlan:
+    """Runs all passes over a graph of AOTAutograd, in place.
+
+    Args:
+        graph: The graph.
+        options: The options of the backend.
+        candidates: The weights that may be cached, by position; None caches nothing.
+        packing: The passes that pack weights, if they become constants.
+
+    Returns:
+        The plan of ``split_weights``; empty if that pass does not run.
+    """
+    gm = graph.gm
+    passes = aot_passes(
+        options,
+        candidates,
+        stage=graph.stage,
+        num_returned=graph.num_returned,
+        is_inductor=graph.is_inductor,
+        is_strict=is_strict(options),
+        packing=packing,
+    )
+    num_sent = collective_bytes(gm.graph)
+    reports = run_passes(gm, with_added(passes, (), options.disable_passes, is_aot=True))
+    for report in reports if graph.is_counted else ():
+        record(report.counts)
+    if num_sent and graph.is_counted:
+        record({"bytes_sent_before": num_sent, "bytes_sent": collective_bytes(gm.graph)})
+    planned: CachePlan = gm.meta.pop(PLAN, CachePlan())  # keys of caches contain ``gm.meta``
+    planned.log_reasons()
+    return planned
+
+
+def pack_graph(
+    graph: AotGraph,
+    options: Options,
+    candidates: Candidates,
+    weights: Mapping[int, torch.Tensor],
+    run: Callable[..., Any] = run_node,
+) -> tuple[Constants, CachePlan, bool]:
+    """Runs all passes over a graph without gradients whose weights become constants, in place.
+
+    Args:
+        graph: The graph.
+        options: The options of the backend.
+        candidates: The weights that may be cached, by position.
+        weights: Their tensors, or fake ones.
+        run: Computes a node from the values of its inputs.
+
+    Returns:
+        The constants, what the code caches, and inductor's decision on layouts.
+    """
+    from amp_fx.torch_private.inductor import GraphLowering
+
+    gm = graph.gm
+    placeholders, written = gm.graph.find_nodes(op="placeholder"), written_inputs(gm)
+    weights = {i: weight for i, weight in weights.items() if placeholders[i] not in written}
+    uncached = {**candidates.rejected, **why_uncached(gm, candidates, graph.num_returned)}
+    is_channels_last = bool(GraphLowering.decide_layout_opt(gm, is_inference=True))
+    constants = Constants({i: weight.name for i, weight in candidates.weights.items()}, run)
+    steps = packing_passes(
+        constants,
+        weights,
+        graph.example_inputs,
+        options,
+        is_strict=is_strict(options),
+        is_channels_last=is_channels_last,
+    )
+    rewrite_graph(graph, options, candidates, steps)
+    passed = tuple(i for i in range(len(placeholders)) if i not in weights)
+    planned = constants.plan(gm, passed, uncached)
+    planned.log_reasons()
+    return constants, planned, is_channels_last
+
+
+def plan_graphs(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], caching: Caching
+) -> list[CachePlan]:
+    """Returns what the graphs of a rewritten graph cache. Computes and compiles nothing.
+
+    Args:
+        gm: The rewritten graph; it is edited.
+        example_inputs: Its inputs, fake.
+        caching: Values to cache.
+    """
+    from amp_fx.backend.compilers import compile_with_inductor
+
+    plans: list[CachePlan] = []
+    options = caching.options
+
+    def plan_graph(graph: fx.GraphModule, given: Sequence[Any], **kwargs: Any) -> Any:
+        aot = AotGraph(graph, given, kwargs, is_counted=False)
+        candidates = caching.in_graph(aot)
+        if aot.stage == "inference" and caching.is_packable and candidates.weights:
+            fakes = {i: given[i] for i in candidates.weights}
+            try:
+                with packing(given):
+                    plans.append(pack_graph(aot.copy(), options, candidates, fakes, run_fake)[1])
+                return make_boxed_func(graph.forward)
+            except CannotPackError:
+                pass
+        if aot.stage != "backward":
+            plans.append(rewrite_graph(aot.copy(), options, caching.in_graph(aot, packs=False)))
+        return make_boxed_func(graph.forward)
+
+    with without_autograd_cache(), caching.partitioning():
+        compile_with_inductor(gm, example_inputs, options, plan_graph)
+    return plans
+
+
+def _lower_split(graph: AotGraph, caching: Caching, compile_graph: Callable[..., Any]) -> Any:
+    """Compiles a graph whose cached values are inputs."""
+    gm, num_returned = graph.gm, graph.num_returned
+    planned = rewrite_graph(graph, caching.options, caching.in_graph(graph, packs=False))
+    if not planned.values:
+        return compile_graph(gm, graph.example_inputs, **graph.kwargs)
+    if graph.stage == "forward":
+        # See Note [Cached values are read-only].
+        keep_saved(saved_inputs(gm, num_returned))
+    values = gm.graph.find_nodes(op="placeholder")[len(planned.passed) :]
+    examples = [*(graph.example_inputs[i] for i in planned.passed), *map(VALUE.of, values)]
+    kwargs = graph.kwargs_with_values(planned.passed)
+    compiled = compile_graph(gm, examples, **kwargs)
+    return caching.call(planned.values, planned.passed, compiled=compiled)
+
+
+def _lower_packed(
+    graph: AotGraph, caching: Caching, compile_graph: Callable[..., Any]
+) -> CachedCall | None:
+    """Compiles a graph whose packed weights are constants; other values are inputs.
+
+    Returns:
+        The compiled graph; None if it has no weights whose values can be cached.
+    """
+    candidates = caching.in_graph(graph)
+    if not candidates.weights:
+        return None
+    tensors = {i: weight.tensor for i, weight in candidates.weights.items()}
+    with unset_fake_temporarily():
+        # The state of the weights is recorded before values are computed: a write in between makes
+        # the values stale.
+        started = STORE.start(tuple(tensors.values()))
+        aliases = constants_for(tensors)
+    with packing(graph.example_inputs), _plain_epilogues(caching.options):
+        constants, planned, layout_opt = pack_graph(graph, caching.options, candidates, aliases)
+        packed, values = compile_packed(
+            graph.gm,
+            [graph.example_inputs[i] for i in planned.passed],
+            planned.passed,
+            constants,
+            compile_graph,
+            **graph.kwargs_with_values(planned.passed),
+            layout_opt=layout_opt,
+        )
+    call = caching.call(
+        packed.values,
+        packed.passed,
+        compiled=packed.code,
+        constants=packed.constants,
+        bind=packed.bind if packed.constants else None,
+    )
+    if started is not None:
+        with unset_fake_temporarily():
+            call.adopt(values, started, tensors)
+    return call
+
+
+def _forget_output_strides() -> None:
+    """Prepares to compile a graph again: inductor asserts that it is the first to note strides."""
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides:
+        context.output_strides.clear()
+
+
+def _plain_epilogues(options: Options) -> contextlib.AbstractContextManager[None]:
+    """Keeps what follows a product out of oneDNN's kernels, which round at the end only.
+
+    Relies on inductor's lowering patterns being controlled by ``pattern_matcher``, and on the
+    passes of its freezing not being.
+    """
+    from amp_fx.torch_private.inductor_config import config
+
+    if not is_strict(options):
+        return contextlib.nullcontext()
+    patch: contextlib.AbstractContextManager[None] = config.patch(pattern_matcher=False)
+    return patch
+
+
+class Partitioner(CustomPartitionerFn):
+    """Inductor's ``custom_partitioner_fn`` that calls ``Caching.partition``."""
+
+    def __init__(self, caching: Caching) -> None:
+        self._caching = caching
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        """Returns the forward graph and the backward graph."""
+        return self._caching.partition(gm, joint_inputs, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
+        """Returns itself: inductor copies its settings for logs, and weights must not be copied."""
+        return self
+
+    def __getstate__(self) -> Any:
+        """Returns ``uuid()``: inductor's keys contain its settings pickled, besides ``uuid()``."""
+        return self.uuid()
+
+    def uuid(self) -> Any:
+        """Returns a constant: ``disk_caches.keyed`` adds amp_fx's version to the keys."""
+        return "amp_fx"
+
+
+def _outputs_of(gm: fx.GraphModule) -> list[Any]:
+    outputs = gm.graph.output_node().args[0]
+    assert isinstance(outputs, (list, tuple))
+    return list(outputs)
+
+
+def _add_outputs(gm: fx.GraphModule, position: int, added: Sequence[fx.Node]) -> None:
+    """Adds nodes to the outputs of a graph; ``"desc"`` says of each output where it comes from."""
+    node, outputs = gm.graph.output_node(), _outputs_of(gm)
+    described = list(node.meta.get("desc", [None] * len(outputs)))
+    node.args = ((*outputs[:position], *added, *outputs[position:]),)
+    node.meta["desc"] = [*described[:position], *[None] * len(added), *described[position:]]
+
+
+def _remove_outputs(gm: fx.GraphModule, start: int, stop: int) -> None:
+    """Removes a range of outputs of a graph, and what only they need."""
+    node, outputs = gm.graph.output_node(), _outputs_of(gm)
+    described = list(node.meta.get("desc", [None] * len(outputs)))
+    del outputs[start:stop], described[start:stop]
+    node.args, node.meta["desc"] = (tuple(outputs),), described
+    gm.graph.eliminate_dead_code()
+    gm.recompile()
+
+
+def constants_for(weights: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Returns aliases of weights: their memory, in storages of their own."""
+    with computing_values():
+        return {i: engine().alias(weight.detach()) for i, weight in weights.items()}
+
+
+def may_pack(options: Options, inputs: Inputs) -> bool:
+    """Returns True if values may be constants of the code that inductor generates.
+
+    On the CPU they may, unless ``freezing`` is off; on accelerators if ``freezing`` is on.
+    """
+    if not uses_inductor(inputs.device_types, options) or options.freezing is False:
+        return False
+    settings = inductor_config(options)
+    device_type = inputs.device_type
+    if device_type in ACCELERATORS:
+        is_wanted = options.freezing is True or _is_any_on(settings, "freezing")
+        return is_wanted and not _is_any_on(settings, *_OPAQUE, *_OPAQUE_ON_ACCELERATORS)
+    return device_type == "cpu" and not _is_any_on(settings, *_OPAQUE)
+
+
+ACCELERATORS = ("cuda", "xpu")
+"""Devices for which inductor compiles with Triton, and every write to a weight is noticed."""
+
+_OPAQUE = ("cpp_wrapper",)
+"""Settings of inductor whose code holds constants where they cannot be replaced."""
+
+_OPAQUE_ON_ACCELERATORS = ("max_autotune", "max_autotune_gemm", "triton.cudagraphs")
+
+
+def _is_any_on(given: Mapping[str, Any], *names: str) -> bool:
+    """Returns True if a setting of inductor is on: here, or for the process."""
+    from amp_fx.torch_private.inductor_config import config
+
+    return any(given.get(name, operator.attrgetter(name)(config)) for name in names)
+
+
+def _has_autocast(graph: fx.Graph) -> bool:
+    """Returns True if autocast is on anywhere in a graph."""
+    ops = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+    return any(SITE.is_on(node) and SITE.of(node).state.enabled for node in ops)

@@ -1,0 +1,1 @@
+"""Kernels and memory that only the CPU has."""

@@ -1,0 +1,99 @@
+"""Turns constants into inputs of the graph, except those that kernels look up.
+
+Before:
+    graph(x):
+        %frozen = get_attr[_frozen_param0]
+        %y      = aten.mm(%x, %frozen)
+After:
+    graph(x, frozen_cached):
+        %y = aten.mm(%x, %frozen_cached)
+
+Inductor protects the memory of inputs, but not that of constants: see
+Note [Cached values are read-only] in ``amp_fx.weights.pack``.
+
+Left unchanged: constants of oneDNN's kernels, which look up contents and names of packed weights
+and only read them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from amp_fx.passes.base import PassResult
+from amp_fx.weights.pack import specs_of, values_of
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from amp_fx.weights.pack import Constants
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstantsToInputs:
+    """Replaces constants by placeholders after the other inputs.
+
+    Attributes:
+        constants: The constants; receives the descriptions and the values of the new inputs.
+    """
+
+    name: ClassVar[str] = "constants_to_inputs"
+    is_needed: ClassVar[bool] = True
+    constants: Constants = dataclasses.field(repr=False)
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        """Counts ``constants_to_inputs``."""
+        graph, by_copy = gm.graph, self._plain_constants(gm)
+        specs = specs_of(self.constants.prepare, by_copy)
+        inputs = graph.find_nodes(op="placeholder")
+        num_inputs = len(inputs)
+        first = next(iter(graph.nodes))
+        tensors = {}
+        for copy in [output for spec in specs for output in spec.outputs]:
+            nodes = by_copy[copy]
+            tensors[copy] = getattr(gm, str(nodes[0].target))
+            with graph.inserting_before(first):
+                inputs.append(graph.placeholder(f"{nodes[0].name}_cached"))
+            inputs[-1].meta = dict(nodes[0].meta)
+            for node in nodes:
+                node.replace_all_uses_with(inputs[-1], lambda user: not _looks_up_constants(user))
+        if inputs and inputs[0] is not first:  # passes put other nodes before and between them
+            first.prepend(inputs[0])
+        for previous, node in itertools.pairwise(inputs):
+            previous.append(node)
+        self.constants.drop_unused(gm)
+        self.constants.check_addresses(gm)
+        self.constants.specs.extend(specs)
+        self.constants.values.extend(values_of(specs, tensors))
+        return PassResult(Counter(constants_to_inputs=len(inputs) - num_inputs))
+
+    def _plain_constants(self, gm: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
+        """Returns the constants to replace, by the nodes that compute them."""
+        constants: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+        for node in gm.graph.find_nodes(op="get_attr"):
+            copy = self.constants.copies.get(str(node.target))
+            if copy is None or all(map(_looks_up_constants, node.users)):
+                continue
+            if getattr(gm, str(node.target)).layout is torch.strided:
+                constants[copy].append(node)
+        return constants
+
+
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+
+
+def _looks_up_constants(user: fx.Node) -> bool:
+    """Returns True if inductor's lowering of a node needs weights that are constants.
+
+    It looks up contents and names of quantized weights, and of weights that a C++ template may
+    block with ``max_autotune``. All of these only read them.
+    """
+    from amp_fx.torch_private.inductor_config import config
+
+    if str(user.target).startswith("onednn."):  # an op, or an op without its overload
+        return True
+    return user.target in _PRODUCTS and (config.max_autotune or config.max_autotune_gemm)
