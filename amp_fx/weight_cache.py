@@ -16,15 +16,15 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from amp_fx.reports import printed
-from amp_fx.weights.engine import engine
 from amp_fx.weights.store import STORE, tensors_of
+from amp_fx.weights.watch import engine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from amp_fx.weights.entry import CacheEntry
+    from amp_fx.weights.cache_entry import CacheEntry
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
-from amp_fx.weights.engine import engine, is_available
+from amp_fx.weights.watch import engine, is_available
 
 WATCH = pytest.mark.skipif(engine() is None, reason="the part that watches weights is not built")
 HOOK = pytest.mark.skipif(not is_available(), reason="needs torch's hook on storages, new in 2.13")

@@ -37,9 +37,8 @@ from amp_fx.torch_private.fake_tensors import FakeTensor, unset_fake_temporarily
 from amp_fx.torch_private.inductor_passes import CustomPartitionerFn
 from amp_fx.torch_private.tracing import TracingContext
 from amp_fx.weights.aliases import computed_outputs, saved_inputs, written_inputs
+from amp_fx.weights.cache_entry import computing_values
 from amp_fx.weights.call import CachedCall, verify_level
-from amp_fx.weights.engine import engine, is_available
-from amp_fx.weights.entry import computing_values
 from amp_fx.weights.inputs import TRAINED, UNWATCHED, find_candidates, owner_of
 from amp_fx.weights.pack import CannotPackError, Constants, compile_packed, packing, run_fake
 from amp_fx.weights.plan import PLAN, CachePlan, plan, why_uncached
@@ -47,6 +46,7 @@ from amp_fx.weights.prepare import run_node
 from amp_fx.weights.read_only import checked_backward, checked_results, is_checking
 from amp_fx.weights.store import STORE
 from amp_fx.weights.stored_low import stored_tensors
+from amp_fx.weights.watch import engine, is_available
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -14,11 +14,11 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.errors import StaleWeightError
-from amp_fx.weights.engine import engine
-from amp_fx.weights.entry import CacheEntry, compute, computing_values, description, same_bits
+from amp_fx.weights.cache_entry import CacheEntry, compute, computing_values, description, same_bits
 from amp_fx.weights.read_only import check_values, check_weights, copied, is_checking
 from amp_fx.weights.store import STORE
-from amp_fx.weights.stream_order import accelerator_devices
+from amp_fx.weights.streams import accelerator_devices
+from amp_fx.weights.watch import engine
 from amp_fx.weights.write_signals import is_capturing
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from amp_fx.weights.entry import ValueSpec, Weights
+    from amp_fx.weights.cache_entry import ValueSpec, Weights
 
     Args = tuple[Any, ...]
     Bind = Callable[[Sequence[Any]], Callable[[list[Any]], Any]]

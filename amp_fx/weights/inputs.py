@@ -15,9 +15,9 @@ from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.values import is_dynamic, is_written, value_of
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.torch_private.fake_tensors import FakeTensor
-from amp_fx.weights.engine import engine, is_available
 from amp_fx.weights.kernel_reads import convolution_biases, read_whole
 from amp_fx.weights.spread import is_distributed, is_of_plain_module, part_of
+from amp_fx.weights.watch import engine, is_available
 from amp_fx.weights.write_signals import DEVICES, is_watchable
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from amp_fx.torch_private.autograd import temporarily_clear_interpreter_stack
 from amp_fx.torch_private.modes import TorchDispatchMode, no_dispatch_modes
 from amp_fx.torch_private.pytree import tree_leaves
 from amp_fx.torch_private.tensors import data_address, is_cow_tensor
+from amp_fx.weights.cache_entry import computing_values
 from amp_fx.weights.call import CachedCall, verify_level
-from amp_fx.weights.engine import engine
-from amp_fx.weights.entry import computing_values
-from amp_fx.weights.store import STORE, watch
-from amp_fx.weights.stream_order import accelerator_devices
+from amp_fx.weights.store import STORE
+from amp_fx.weights.streams import accelerator_devices
 from amp_fx.weights.swaps import before_swaps
+from amp_fx.weights.watch import engine, watch
 from amp_fx.weights.write_signals import DEVICES, is_watchable
 
 if TYPE_CHECKING:

@@ -15,14 +15,14 @@ import torch
 
 from amp_fx.errors import StaleWeightError
 from amp_fx.torch_private.tensors import data_address
-from amp_fx.weights.entry import computing_values, read_only, same_bits
+from amp_fx.weights.cache_entry import computing_values, read_only, same_bits
 from amp_fx.weights.store import STORE
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Sequence
 
+    from amp_fx.weights.cache_entry import CacheEntry
     from amp_fx.weights.call import CachedCall
-    from amp_fx.weights.entry import CacheEntry
 
 CHECK_ENVIRONMENT = "AMP_FX_CHECK"
 

@@ -19,18 +19,18 @@ import torch
 
 from amp_fx.torch_private.kernels import foreach_copy_
 from amp_fx.torch_private.tensors import data_address
+from amp_fx.weights.cache_entry import CacheEntry, compute, computing_values, copied_into
 from amp_fx.weights.cpu.huge_pages import in_huge_pages
-from amp_fx.weights.engine import engine
-from amp_fx.weights.entry import CacheEntry, compute, computing_values, copied_into
 from amp_fx.weights.spread import part_of
-from amp_fx.weights.stream_order import StreamOrder
+from amp_fx.weights.streams import StreamOrder
 from amp_fx.weights.swaps import before_swaps
-from amp_fx.weights.write_signals import install, is_watchable
+from amp_fx.weights.watch import engine
+from amp_fx.weights.write_signals import install, watch_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from amp_fx.weights.entry import Key, ValueSpec, Weights
+    from amp_fx.weights.cache_entry import Key, ValueSpec, Weights
 
 MAX_FOREACH_ELEMENTS = 320 * 65536
 """Number of elements that one CUDA launch of a foreach kernel covers: 320 blocks of 65,536
@@ -118,12 +118,12 @@ class Store:
         if entry is not None and entry.is_of(weights):
             if entry.slot.matches(weights):
                 return entry
-            if _watch_all(weights):
+            if watch_all(weights):
                 self._rebind(entry, weights)
                 return entry
         if entry is not None:
             self.drop(entry)
-        return self._new_entry(key, spec, weights, owner) if _watch_all(weights) else None
+        return self._new_entry(key, spec, weights, owner) if watch_all(weights) else None
 
     def of_weight(self, weight: torch.Tensor) -> list[CacheEntry]:
         """Returns the entries of values computed from a weight."""
@@ -204,7 +204,7 @@ class Store:
             A slot for ``adopt``; None if the weights cannot be watched now.
         """
         with self.locked(waits=False) as is_outermost, computing_values():
-            if not is_outermost or not _watch_all(weights):
+            if not is_outermost or not watch_all(weights):
                 return None
             started = engine().CacheSlot(tuple(weight.detach() for weight in weights), False)
             engine().start((started,), (weights,))
@@ -358,15 +358,6 @@ def _can_refill(entry: CacheEntry, weights: Weights) -> bool:
     value, layout = entry.value, entry.spec.cast_layout(weights[0])
     old = value.dtype, value.stride(), value.size(), value.device
     return layout is not None and old == (*layout, weights[0].size(), weights[0].device)
-
-
-def watch(source: torch.Tensor) -> bool:
-    """Watches a tensor for writes; returns False if that is impossible."""
-    return bool(engine().watch(source))
-
-
-def _watch_all(weights: Weights) -> bool:
-    return all(is_watchable(weight) and watch(weight.detach()) for weight in weights)
 
 
 @functools.cache

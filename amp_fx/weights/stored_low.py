@@ -16,9 +16,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_fx.dtypes import is_low
 from amp_fx.errors import UnsupportedError
-from amp_fx.weights.engine import engine
 from amp_fx.weights.store import STORE
 from amp_fx.weights.store import forget as drop
+from amp_fx.weights.watch import engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

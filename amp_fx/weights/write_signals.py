@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from amp_fx.weights.engine import engine
 from amp_fx.weights.spread import is_managed, parts_of
+from amp_fx.weights.watch import engine, watch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -132,3 +132,8 @@ def is_watchable(weight: Any) -> bool:
         and weight.layout is torch.strided
         and not is_managed(weight)
     )
+
+
+def watch_all(weights: tuple[torch.Tensor, ...]) -> bool:
+    """Watches weights for writes; returns False if writes to one of them would not be detected."""
+    return all(is_watchable(weight) and watch(weight.detach()) for weight in weights)

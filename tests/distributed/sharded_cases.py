@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import amp_fx
-from amp_fx.weights.engine import engine
+from amp_fx.weights.watch import engine
 from tests.distributed import scaler_cases
 from tests.distributed.nets import OPTIONS, Net, as_it_is, compare, compiled, make_net, train
 

@@ -12,9 +12,9 @@ import torch
 from amp_fx import Policy, weight_cache
 from amp_fx.policies.float8 import float8_weight
 from amp_fx.tables.float8 import RECIPES
-from amp_fx.weights.engine import is_available
 from amp_fx.weights.prepare import CachedValueSpec
 from amp_fx.weights.store import STORE
+from amp_fx.weights.watch import is_available
 from tests.weights import nets, writes
 from tests.weights.nets import assert_same, compile_amp_fx, make_net
 from tests.weights.writes import SIGNALS

@@ -14,9 +14,9 @@ import torch
 
 from amp_fx.backend import caching
 from amp_fx.weights import call, keep
-from amp_fx.weights.engine import engine
 from amp_fx.weights.store import STORE
-from amp_fx.weights.stream_order import StreamOrder
+from amp_fx.weights.streams import StreamOrder
+from amp_fx.weights.watch import engine
 from tests.weights.cuda_like import cuda_like
 
 if TYPE_CHECKING:

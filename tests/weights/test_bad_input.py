@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from amp_fx import weight_cache
 from amp_fx.weights import store
-from amp_fx.weights.engine import is_available
+from amp_fx.weights.watch import is_available
 from tests.weights.nets import (
     EVAL,
     SIZE,
@@ -276,7 +276,7 @@ if __name__ == "__main__":
 
 WRITING = """
 import os, signal, sys, threading, torch
-from amp_fx.weights.engine import engine
+from amp_fx.weights.watch import engine
 weight = torch.ones(8)
 engine().watch(weight)
 sys.setswitchinterval(1e-4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from amp_fx.weights.engine import engine
+from amp_fx.weights.watch import engine
 from tests.weights.cuda_like import cuda_like
 from tests.weights.nets import (
     EVAL,

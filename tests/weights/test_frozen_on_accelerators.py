@@ -25,7 +25,7 @@ from tests.weights.writes import WRITES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from amp_fx.weights.entry import CacheEntry
+    from amp_fx.weights.cache_entry import CacheEntry
     from tests.weights.nets import Program
 
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")

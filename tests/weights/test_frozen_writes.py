@@ -17,11 +17,11 @@ from amp_fx import errors, weight_cache
 from amp_fx.backend import lower
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.options import Options
-from amp_fx.weights import entry, store
-from amp_fx.weights.engine import is_available
+from amp_fx.weights import cache_entry, store
 from amp_fx.weights.inputs import Inputs
 from amp_fx.weights.prepare import run_node
 from amp_fx.weights.store import STORE
+from amp_fx.weights.watch import is_available
 from tests import needs
 from tests.weights.nets import assert_same, compile_amp_fx, inputs, make_net, random, twin_of
 from tests.weights.test_writes import FROZEN, FrozenGraph
@@ -254,7 +254,7 @@ def test_no_two_forms_of_all_weights_are_there_at_once(monkeypatch: pytest.Monke
 
     counted = functools.partial(lower.pack_graph, run=counting(run_node))
     monkeypatch.setattr(lower, "pack_graph", counted)
-    monkeypatch.setattr(store, "compute", counting(entry.compute))
+    monkeypatch.setattr(store, "compute", counting(cache_entry.compute))
     compiled(random(16, 96))
     assert len(counts) >= 2 * len(model)
     assert max(counts) <= len(model) + 2, counts

@@ -27,8 +27,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 import amp_fx
 from amp_fx import weight_cache
 from amp_fx.errors import OptionError, StaleWeightError
-from amp_fx.weights.engine import engine
 from amp_fx.weights.store import STORE
+from amp_fx.weights.watch import engine
 from tests.weights import writes
 from tests.weights.nets import make_net
 from tests.weights.strided import STRIDED, read_by, whole_of

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
-from amp_fx.weights.engine import is_available
+from amp_fx.weights.watch import is_available
 
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,7 +14,7 @@ from torch.utils.dlpack import from_dlpack
 
 from amp_fx import weight_cache
 from amp_fx.errors import StaleWeightError
-from amp_fx.weights.entry import same_bits
+from amp_fx.weights.cache_entry import same_bits
 from tests.weights.alarms import alarms
 from tests.weights.nets import (
     EVAL,

@@ -18,7 +18,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from amp_fx import csrc
-from amp_fx.weights.entry import computing_values
+from amp_fx.weights.cache_entry import computing_values
 from amp_fx.weights.store import STORE
 from tests import needs
 from tests.weights.specs import cast_spec
@@ -191,7 +191,7 @@ def test_a_value_is_not_free_while_a_backward_holds_it(is_view: bool) -> None:
 SWITCHED_OFF = """
 import torch, amp_fx
 from amp_fx import weight_cache
-from amp_fx.weights.engine import engine
+from amp_fx.weights.watch import engine
 from tests.weights.keeping import WAYS, batch, check, make_line
 assert engine() is None
 for way in WAYS:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from amp_fx.weights.engine import engine
-from amp_fx.weights.entry import computing_values
+from amp_fx.weights.cache_entry import computing_values
 from amp_fx.weights.store import STORE
+from amp_fx.weights.watch import engine
 from amp_fx.weights.write_signals import CAUGHT_BY, DEVICES, install, is_capturing, is_watchable
 from tests import needs
 from tests.other_thread import compiling_elsewhere
@@ -22,7 +22,7 @@ from tests.weights.specs import cast_spec
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from amp_fx.weights.entry import CacheEntry
+    from amp_fx.weights.cache_entry import CacheEntry
 
 pytestmark = needs.WATCH
 

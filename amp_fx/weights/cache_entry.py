@@ -10,7 +10,7 @@ import torch
 
 from amp_fx.regions.state import no_autocast
 from amp_fx.torch_private.tensors import data_address
-from amp_fx.weights.engine import engine
+from amp_fx.weights.watch import engine
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping
