@@ -205,9 +205,14 @@ def check_scaler(target: Target) -> Iterator[Comparison]:
             (f"nan in a gradient{suffix}", math.nan, "1.0, scale 4.0", unscale),
         )
         for name, factor, expected, advice in steps:
-            for at_fault in range(len(places)):
-                stepped = functools.partial(_stepped, target, places, factor, at_fault)
-                yield target.compare(f"GradScaler: {name}", expected, stepped, advice)
+            stepped = functools.partial(_stepped_at_each, target, places, factor)
+            yield target.compare(f"GradScaler: {name}", expected, stepped, advice)
+
+
+def _stepped_at_each(target: Target, places: tuple[str, ...], factor: float) -> str:
+    """Returns the results of ``_stepped`` for each parameter that may be at fault."""
+    results = [_stepped(target, places, factor, index) for index in range(len(places))]
+    return " or ".join(dict.fromkeys(results))
 
 
 def _stepped(target: Target, places: tuple[str, ...], factor: float, at_fault: int) -> str:

@@ -75,13 +75,29 @@ def _dtypes(tree: Any) -> str:
 
 def _record(function: Callable[[], Any]) -> Run:
     run = Run([])
-    with torch.no_grad(), _KernelRecorder() as recorder:
-        run.kernels = recorder.kernels
-        try:
-            run.result = function()
-        except Exception as error:  # noqa: BLE001, the caller reports it
-            run.error = error
+
+    def call() -> None:
+        with torch.no_grad(), _KernelRecorder() as recorder:
+            run.kernels = recorder.kernels
+            try:
+                run.result = function()
+            except Exception as error:  # noqa: BLE001, the caller reports it
+                run.error = error
+
+    _InPythonFunction.apply(call)  # type: ignore[no-untyped-call]
     return run
+
+
+class _InPythonFunction(torch.autograd.Function):
+    """Calls a function. Its warnings in C++ become Python's, which the report ignores.
+
+    ``torch.ops`` writes them to stderr, for example that ``chain_matmul`` is deprecated. Each
+    function of torch's Python API collects the warnings of the calls inside of it.
+    """
+
+    @staticmethod
+    def forward(_: Any, function: Callable[[], None]) -> None:
+        function()
 
 
 def check_lists(target: Target) -> Iterator[Comparison]:
