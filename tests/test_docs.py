@@ -39,7 +39,7 @@ def name_of(path: Path) -> str:
 
 def run(folder: Path, *arguments: str) -> str:
     """What Python prints, in a terminal of 100 columns."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(ROOT / "docs/examples"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"COLUMNS": "100", "PYTHONPATH": os.pathsep.join(paths)}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(
@@ -84,12 +84,21 @@ def test_each_snippet_that_is_about_inductor_runs_alone(tmp_path: Path) -> None:
     run_pages(tmp_path, WITH_INDUCTOR, "--inductor")
 
 
+ON_A_DEVICE = [ROOT / "docs" / "guide" / "accelerators.md"]
+"""A process can have one out-of-tree device, which other pages must not see."""
+
+
+@pytest.mark.slow
+def test_snippets_about_a_new_device_run(tmp_path: Path) -> None:
+    run_pages(tmp_path, ON_A_DEVICE)
+
+
 @pytest.mark.slow
 def test_each_snippet_of_the_documentation_runs_alone_and_prints_what_is_shown(
     tmp_path: Path,
 ) -> None:
     """Through AOTAutograd: inductor takes longer."""
-    pages = [page for page in PAGES if page not in WITH_INDUCTOR]
+    pages = [page for page in PAGES if page not in (*WITH_INDUCTOR, *ON_A_DEVICE)]
     assert sum(len(fenced(page, "python")) for page in pages) > 15
     run_pages(tmp_path, pages)
 

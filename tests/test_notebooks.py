@@ -52,7 +52,7 @@ def shown_text(path: Path) -> Iterator[str]:
 
 
 def test_there_are_notebooks() -> None:
-    assert [path.name[:3] for path in NOTEBOOKS] == [f"0{n}_" for n in range(1, 7)]
+    assert [path.name[:3] for path in NOTEBOOKS] == [f"0{n}_" for n in range(1, 8)]
 
 
 @pytest.mark.slow

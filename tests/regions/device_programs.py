@@ -357,6 +357,22 @@ def inductor_says_that_it_cannot() -> None:
 
 
 @program
+def a_backend_of_dynamo_gets_the_graph_with_its_casts() -> None:
+    model = make_model()
+    x, _ = make_inputs()
+    graphs = []
+
+    def my_backend(gm: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(gm)
+        return gm.forward
+
+    run = compiled(model, compiler=my_backend)
+    with torch.autocast(DEVICE, bf16):
+        assert is_equal(run(x), model(x))
+    assert "_to_copy" in graphs[0].code
+
+
+@program
 def copies_leave_weights_alone() -> None:
     model = make_model()
     other = copy.deepcopy(model)
