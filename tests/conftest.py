@@ -45,9 +45,6 @@ def pytest_collection_finish() -> None:
     # From loggers that do not propagate, pytest collects records by handlers of its own. If this
     # one has a handler, torch writes down each graph that it compiles: a tenth of the time.
     logging.getLogger("torch.__trace").propagate = True
-    if "torch._dynamo" in sys.modules:
-        # Dynamo times its guards behind a flush of the CPU's caches: 28 ms of every capture.
-        torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -60,9 +57,11 @@ def _small_heap() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _fresh_dynamo() -> Iterator[None]:
-    """No test sees what Dynamo compiled in another, or leaves autocast switched on."""
+    """Resets Dynamo before each test, and checks that the test leaves autocast switched off."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+        # Dynamo flushes the CPU's caches to time the guards, which adds 28 ms to every capture.
+        torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
     yield
     assert not torch.is_autocast_enabled("cpu")
     assert not torch.is_autocast_enabled("cuda")

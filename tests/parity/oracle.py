@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 SEED = 1234
 
-# Dynamo times its guards behind a flush of the CPU's caches: 28 ms of every capture.
-torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
-
 
 class Way(enum.Enum):
     """The two ways into amp_fx."""
