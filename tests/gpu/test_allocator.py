@@ -1,10 +1,12 @@
-"""Kept casts where CUDA's memory comes from another allocator (``parts.py`` sets the variable)."""
+"""Cached casts in memory of CUDA's other allocators, each in a process of its own."""
 
 from __future__ import annotations
 
 import os
 import re
-from typing import Any
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,13 +15,45 @@ from amp_fx import weight_cache
 from tests.gpu.place import DEVICE, MARKS, ON_A_GPU
 from tests.weights.nets import SIZE, assert_same, make_net, random
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 GIVEN = next(filter(None, map(os.environ.get, SETTINGS)), "")
 
-pytestmark = [*MARKS, pytest.mark.skipif(not GIVEN, reason=f"needs {SETTINGS[0]}")]
+pytestmark = MARKS
+UNDER_A_SETTING = pytest.mark.skipif(not GIVEN, reason=f"needs {SETTINGS[0]}")
+MEMORY_TESTS = (
+    "tests/gpu/test_allocator.py",
+    "tests/gpu/test_writes.py::test_a_weight_is_held_for_the_stream_that_reads_it",
+    "tests/gpu/test_frozen.py::test_what_the_user_captures_makes_its_values_anew",
+    "tests/gpu/test_frozen.py::test_values_made_on_one_stream_are_waited_for_on_another",
+)
+GRAPH_TEST = (
+    "tests/gpu/test_captures.py::test_graphs_are_recorded_once_and_casts_made_once_per_write"
+)
 
 
 @ON_A_GPU
+@pytest.mark.skipif(bool(GIVEN), reason=f"{SETTINGS[0]} is set already")
+@pytest.mark.parametrize(
+    ("setting", "tests"),
+    [
+        ("expandable_segments:True", (*MEMORY_TESTS, GRAPH_TEST)),
+        ("backend:cudaMallocAsync", MEMORY_TESTS),
+    ],
+)
+def test_tests_of_memory_pass_with_another_allocator(setting: str, tests: Sequence[str]) -> None:
+    """Torch renamed the variable in 2.9 and still reads the old name."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-m", "", *tests]
+    command += ["-o", "filterwarnings=default", "-p", "no:cacheprovider"]
+    environment = {**os.environ, SETTINGS[0]: setting}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+@ON_A_GPU
+@UNDER_A_SETTING
 def test_memory_comes_from_the_allocator_that_was_asked_for() -> None:
     weight = torch.ones(2**22, device=DEVICE)
     if asked := re.search(r"backend:(\w+)", GIVEN):
@@ -32,6 +66,7 @@ def test_memory_comes_from_the_allocator_that_was_asked_for() -> None:
         )
 
 
+@UNDER_A_SETTING
 def test_copies_follow_writes_while_weights_come_and_go() -> None:
     """Models die, and other weights lie where theirs lay."""
     options: Any = {"compiler": "aot_eager", "dtype": "bf16", "fallback": False}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -230,3 +232,13 @@ def test_casts_are_kept_at_all() -> None:
             compiled(batch())
     stats = amp_fx.weight_cache.stats()
     assert (stats.entries, stats.refreshes) == (3, 3)
+
+
+@ON_A_GPU
+def test_threads_call_and_write_one_model() -> None:
+    """The program compares every result, and exits with 1 if one is wrong."""
+    program = ["-X", "faulthandler", "-m", "tests.weights.stress_program"]
+    arguments = ["data", "--seconds", "6", "--device", "cuda"]
+    command = [sys.executable, *program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr[-6000:]}"
