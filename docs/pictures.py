@@ -30,7 +30,7 @@ def main() -> None:
     """Writes all of them into ``docs/assets``."""
     with torch.no_grad():
         attention = amp_fx.explain(Attention(16))(torch.randn(8, 16))
-    amp_fx.draw(attention, ASSETS / "attention.svg", level="op")
+    amp_fx.draw(attention, ASSETS / "attention.svg", depth=9)
 
 
 if __name__ == "__main__":

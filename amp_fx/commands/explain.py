@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         raise
     sys.stdout.write(f"{explanation.to_json() if args.json else explanation}\n")
     for path in paths:
-        draw(explanation, path, level=args.level, focus=args.focus, dpi=args.dpi)
+        draw(explanation, path, depth=args.depth, focus=args.focus, dpi=args.dpi)
         sys.stderr.write(f"wrote {path}\n")
     return 0
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 PICTURES = ".svg, .pdf, .png, .dot, .html"
-LEVELS = ("op", "module")
 OUTPUT_DTYPES = ("original", "autocast")
 WEIGHTS = ("low", "float32")
 TARGETS = ("onnxruntime", "tensorrt")
@@ -60,9 +59,7 @@ def add_explain(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--draw", metavar="PATH", help=f"write a picture: {PICTURES}")
     parser.add_argument("--dpi", type=int, default=192, help="resolution of a .png; default: 192")
-    parser.add_argument(
-        "--level", choices=LEVELS, help="detail of the picture; default: depends on its size"
-    )
+    parser.add_argument("--depth", type=int, help="levels of modules in the picture")
     parser.add_argument("--focus", metavar="MODULE", help="draw only this module: layers.3.attn")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,18 +13,9 @@ import graphviz  # type: ignore[import-untyped]
 from torch import fx
 from torch.export import ExportedProgram
 
-from amp_fx.drawing.boxes import boxes_of
+from amp_fx.drawing.boxes import picture_of
 from amp_fx.drawing.dot import Page, to_dot
-from amp_fx.drawing.folding import (
-    MOST_BOXES,
-    collapse_modules,
-    first_of_folded,
-    fold_repeats,
-    has_module,
-    is_inside,
-    unknown_focus,
-    zoom,
-)
+from amp_fx.drawing.folding import close_modules, fold_repeats, is_inside, unknown_focus, zoom
 from amp_fx.drawing.page import page_of
 from amp_fx.errors import OptionError
 from amp_fx.explanation.entry import explain_program
@@ -36,12 +28,10 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable
 
-    from amp_fx.drawing.boxes import BoxGraph
+    from amp_fx.drawing.boxes import Picture
 
 FORMATS = ("svg", "pdf", "png", "dot", "html")
 """Endings of files that ``draw`` writes."""
-
-LEVELS = ("op", "module")
 
 INSTALL_DOT = (
     "the 'dot' program of Graphviz is not installed: apt-get install graphviz, "
@@ -53,10 +43,8 @@ INSTALL_DOT = (
 class View:
     """Settings of ``draw``."""
 
-    level: str | None = None
+    depth: int | None = None
     focus: str | None = None
-    ghosts: bool = False
-    fold: bool = True
     before: bool = False
     has_legend: bool = True
     dpi: int = 192
@@ -72,7 +60,16 @@ class Drawing:
 
     def __post_init__(self) -> None:
         """Creates the picture."""
-        self._dot, self.boxes = _picture(self.explanation, self.records, self.view)
+        self.pictures, types, counts = _pictures(self.records, self.view)
+        stage = ", as captured" if self.view.before else ""
+        title = self.title + stage + (f": {self.view.focus}" if self.view.focus else "")
+        self._dot = to_dot(self.pictures, Page(title, types, counts, self.view.has_legend))
+
+    @property
+    def title(self) -> str:
+        """The model, its device type and dtype."""
+        explanation = self.explanation
+        return f"{explanation.model} on {explanation.device_type} {explanation.dtype}"
 
     @property
     def source(self) -> str:
@@ -104,7 +101,10 @@ class Drawing:
         if not shutil.which("dot"):
             dot_file = _write(target.with_suffix(".dot"), self.source.encode("utf-8"))
             raise OptionError(f"{INSTALL_DOT}; wrote {dot_file} instead")
-        content = page_of(self).encode("utf-8") if suffix == "html" else self._render(suffix)
+        if suffix == "html":
+            table = self.explanation._repr_html_()
+            return _write(target, page_of(self.title, self.svg, table).encode("utf-8"))
+        content = self._render(suffix)
         return _write(target, content)
 
     def _render(self, file_format: str) -> bytes:
@@ -126,7 +126,7 @@ class Drawing:
 
     def __repr__(self) -> str:
         """Returns a summary in one line."""
-        num_boxes = sum(len(graph) for graph in self.boxes.values())
+        num_boxes = sum(len(picture.boxes) for picture in self.pictures.values())
         return f"<Drawing of {self.explanation.model}: {num_boxes} boxes>"
 
 
@@ -134,31 +134,28 @@ def draw(
     explanation_or_graph: Explanation | GraphRecord | ExportedProgram | fx.GraphModule | fx.Graph,
     path: str | os.PathLike[str] | None = None,
     *,
-    level: str | None = None,
+    depth: int | None = None,
     focus: str | None = None,
     graph: int | None = None,
-    ghosts: bool = False,
-    fold: bool = True,
     before: bool = False,
     legend: bool = True,
     dpi: int = 192,
 ) -> Drawing:
     """Draws explained graphs with their casts, using Graphviz.
 
-    The fill color of a box is the compute dtype. Casts are hexagons, cached casts of weights are
-    cylinders, frames are modules, and edges are labeled with dtypes and shapes.
+    The fill color of a box is the compute dtype. Casts are on the edges, and boxes count the cached
+    casts of their weights. Frames are modules, and edges are labeled with dtypes and shapes. Equal
+    consecutive modules of a list are one, with their number.
 
     Args:
         explanation_or_graph: Result of ``amp_fx.explain`` or one of its graphs, an exported
             program (``amp_fx.export``), or an FX graph.
         path: File to write: ``.svg``, ``.pdf``, ``.png``, ``.dot``, or ``.html`` for a page with
             the picture and the table of the explanation. None writes no file.
-        level: ``"op"`` draws every op; ``"module"`` closes modules to reduce the number of boxes.
-            Defaults to ``"op"`` if the picture is small.
+        depth: Number of levels of modules to show; deeper ones are closed boxes. 0 draws one box,
+            and a large number draws every op. Defaults to as many levels as are readable.
         focus: Path of the module to show with its inputs and outputs, such as ``"layers.3.attn"``.
         graph: Number of the graph to show; None shows all forward graphs.
-        ghosts: Whether removed casts are shown.
-        fold: Whether repeated modules of a list are folded into one with a count.
         before: Whether to show the captured graph, without casts.
         legend: Whether to explain colors and shapes above the picture.
         dpi: Dots per inch of a ``.png``.
@@ -167,12 +164,12 @@ def draw(
         The picture.
 
     Raises:
-        OptionError: The level, suffix or focus is unknown (the message suggests similar names),
-            ``dpi`` is not an integer from 10 to 2400, the folder does not exist or is not writable,
-            or ``dot`` is not installed.
+        OptionError: The suffix or focus is unknown (the message suggests similar names),
+            ``depth`` is not a natural number, ``dpi`` is not an integer from 10 to 2400, the folder
+            does not exist or is not writable, or ``dot`` is not installed.
     """
-    if level is not None and level not in LEVELS:
-        raise OptionError(f"level={level!r} is not one of {', '.join(map(repr, LEVELS))}")
+    if depth is not None and (not isinstance(depth, int) or depth < 0):
+        raise OptionError(f"depth={depth!r} is neither None nor a number of levels, such as 2")
     if not isinstance(dpi, int) or not 10 <= dpi <= 2400:
         raise OptionError(f"dpi={dpi!r} is not an integer from 10 to 2400")
     if path is not None:
@@ -181,7 +178,7 @@ def draw(
     records = explanation.forward or explanation.graphs
     if graph is not None:
         records = tuple(_graphs_of(explanation, graph))
-    view = View(level, focus, ghosts, fold, before, legend, dpi)
+    view = View(depth, focus, before, legend, dpi)
     drawing = Drawing(explanation, tuple(records), view)
     if path is not None:
         drawing.save(path)
@@ -236,41 +233,34 @@ def _write(path: Path, content: bytes) -> Path:
     return path
 
 
-def _picture(
-    explanation: Explanation, records: tuple[GraphRecord, ...], view: View
-) -> tuple[graphviz.Digraph, dict[str, BoxGraph]]:
-    counts: dict[str, int] = {}
+def _pictures(
+    records: tuple[GraphRecord, ...], view: View
+) -> tuple[dict[str, Picture], dict[str, str], dict[str, int]]:
+    """Returns pictures by title, the classes of modules and the numbers of folded modules."""
     types: dict[str, str] = {}
-    graphs: dict[str, BoxGraph] = {}
-    titles = [title_of(record) for record in records]
-    box_graphs = [boxes_of(r, ghosts=view.ghosts, before=view.before) for r in records]
+    counts: dict[str, int] = {}
+    whole = {title_of(record): picture_of(record, before=view.before) for record in records}
+    shown = whole
     if view.focus is not None:
-        box_graphs, titles = _zoomed(box_graphs, titles, view.focus)
+        zoomed = {title: zoom(picture, view.focus) for title, picture in whole.items()}
+        shown = {title: picture for title, picture in zoomed.items() if picture is not None}
+        if not shown:
+            raise unknown_focus(whole.values(), view.focus)
     for record in records:
         types |= dict(record.modules)
-    for title, graph in zip(titles, box_graphs, strict=True):
-        folded, repeats = fold_repeats(graph) if view.fold else (graph, {})
+    pictures = {}
+    for title, picture in shown.items():
+        folded, repeats = fold_repeats(picture)
         counts |= repeats
-        types |= _types_of_folded(repeats, types)
-        level = view.level or ("op" if len(folded) <= MOST_BOXES else "module")
-        if level == "module":
-            folded = collapse_modules(folded, types, view.focus or "", MOST_BOXES, repeats)
-        graphs[title] = folded
-    stage = ", as captured" if view.before else ""
-    title = f"{explanation.model} on {explanation.device_type} {explanation.dtype}{stage}"
-    title += f": {view.focus}" if view.focus else ""
-    page = Page(title, counts, types, view.has_legend)
-    return to_dot(graphs, page), graphs
-
-
-def _zoomed(
-    graphs: list[BoxGraph], titles: list[str], focus: str
-) -> tuple[list[BoxGraph], list[str]]:
-    """Returns the graphs that contain a module, zoomed to the module, and their titles."""
-    pairs = [pair for pair in zip(graphs, titles, strict=True) if has_module(pair[0], focus)]
-    if not pairs:
-        raise OptionError(unknown_focus(graphs, focus))
-    return [zoom(graph, focus) for graph, _ in pairs], [title for _, title in pairs]
+        for path in repeats:
+            first = re.sub(r"(?<![^.])(\d+)[-,][\d,-]+", r"\1", path)
+            types |= {
+                path + module[len(first) :]: kind
+                for module, kind in list(types.items())
+                if is_inside(module, first)
+            }
+        pictures[title] = close_modules(folded, types, repeats, view.focus or "", view.depth)
+    return pictures, types, counts
 
 
 def title_of(record: GraphRecord) -> str:
@@ -278,14 +268,3 @@ def title_of(record: GraphRecord) -> str:
     after = f", then a graph break: {record.break_reason}" if record.break_reason else ""
     title = f"graph {record.index}{' backward' if record.stage == 'backward' else ''}{after}"
     return title if len(title) < 90 else f"{title[:87]}..."
-
-
-def _types_of_folded(counts: dict[str, int], types: dict[str, str]) -> dict[str, str]:
-    """Returns the classes of modules inside folded paths."""
-    folded_types = {}
-    for folded in counts:
-        original = first_of_folded(folded)
-        for path, kind in types.items():
-            if is_inside(path, original):
-                folded_types[folded + path[len(original) :]] = kind
-    return folded_types

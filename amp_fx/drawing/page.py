@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import html
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from amp_fx.drawing.draw import Drawing
 
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
@@ -25,17 +21,13 @@ _PAGE = """<!DOCTYPE html>
 """
 
 
-def page_of(drawing: Drawing) -> str:
+def page_of(title: str, svg: str, table: str) -> str:
     """Returns a static page, which needs no other file and no network.
 
-    Raises:
-        OptionError: The ``dot`` program is not installed.
+    Args:
+        title: The title.
+        svg: The picture.
+        table: The table as HTML.
     """
-    explanation = drawing.explanation
-    title = f"{explanation.model} on {explanation.device_type} {explanation.dtype}"
-    svg = drawing.svg
-    return _PAGE.format(
-        title=html.escape(title),
-        svg=svg[svg.index("<svg") :],  # without the XML declaration
-        table=explanation._repr_html_(),
-    )
+    picture = svg[svg.index("<svg") :]  # without the XML declaration
+    return _PAGE.format(title=html.escape(title), svg=picture, table=table)

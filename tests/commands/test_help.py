@@ -44,7 +44,6 @@ def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_what_it_offers_is_what_the_code_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert parsers.LEVELS == draw.LEVELS
     assert parsers.OUTPUT_DTYPES == OUTPUT_DTYPES
     assert parsers.WEIGHTS == WEIGHTS
     assert ", ".join(f".{ending}" for ending in draw.FORMATS) == parsers.PICTURES

@@ -13,13 +13,18 @@ import torch
 from torch import nn
 
 import amp_fx
+from amp_fx.drawing.boxes import MOVES
+from amp_fx.drawing.folding import MOST_BOXES, levels
 from amp_fx.errors import OptionError
+from amp_fx.explanation.table import bare_op
+from amp_fx.reports import SHORT
 from tests import needs
 from tests.models.explained import CASES, gpt
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from amp_fx.drawing.boxes import Box, Edge
     from amp_fx.drawing.draw import Drawing
     from amp_fx.explanation.explanation import Explanation
 
@@ -41,8 +46,16 @@ def deep() -> Explanation:
     return amp_fx.explain(gpt(4), options=CACHED)(tokens, tokens)
 
 
-def boxes(drawing: Drawing) -> list[Any]:
-    return [box for graph in drawing.boxes.values() for _, box in graph.nodes(data="box")]
+EVERY_OP = 100
+"""A depth that no model has."""
+
+
+def boxes(drawing: Drawing) -> list[Box]:
+    return [box for picture in drawing.pictures.values() for box in picture.boxes.values()]
+
+
+def edges(drawing: Drawing) -> list[Edge]:
+    return [edge for picture in drawing.pictures.values() for edge in picture.edges]
 
 
 class Area(NamedTuple):
@@ -114,9 +127,11 @@ def arrows(layout: Any) -> list[Area]:
 
 @needs_dot
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("level", ["op", "module"])
-def test_no_text_lies_on_anything(name: str, level: str, explained: dict[str, Explanation]) -> None:
-    layout = layout_of(amp_fx.draw(explained[name], level=level))
+@pytest.mark.parametrize("depth", [None, EVERY_OP])
+def test_no_text_lies_on_anything(
+    name: str, depth: int | None, explained: dict[str, Explanation]
+) -> None:
+    layout = layout_of(amp_fx.draw(explained[name], depth=depth))
     found = areas(layout)
     assert len(found) > 10
     clashes = [(a.name, b.name) for i, a in enumerate(found) for b in found[:i] if a.overlaps(b)]
@@ -134,48 +149,73 @@ def test_no_text_lies_on_anything(name: str, level: str, explained: dict[str, Ex
 
 
 @needs_dot
-def test_lists_whose_members_take_turns_are_drawn_downwards(
-    explained: dict[str, Explanation],
-) -> None:
-    """``up.0``, ``merge.0``, ``up.1``, ``merge.1``: in two frames, arrows would go up."""
-    drawing = amp_fx.draw(explained["unet"], level="module")
-    layout = layout_of(drawing)
+@pytest.mark.parametrize("depth", [1, None, EVERY_OP])
+def test_arrows_go_down(depth: int | None, explained: dict[str, Explanation]) -> None:
+    """Also of modules that are called twice, and of lists whose members take turns."""
+    layout = layout_of(amp_fx.draw(explained["unet"], depth=depth))
     places = [o.get("pos", "0,0").partition(",")[2] for o in layout["objects"]]
-    edges = [(edge["tail"], edge["head"]) for edge in layout["edges"]]
-    assert all(float(places[tail]) > float(places[head]) for tail, head in edges)
-    assert {"up.0", "up.1"} <= set(re.findall(r"<B>([\w.]+)</B>", drawing.source))
-    framed = {frame.name.removeprefix("cluster_g0.") for frame in frames(layout)}
-    assert framed == {"down.0", "down.1", "middle", "merge.0", "merge.1"}
+    ends = [(edge["tail"], edge["head"]) for edge in layout["edges"]]
+    assert all(float(places[tail]) > float(places[head]) for tail, head in ends)
 
 
-def test_every_cast_is_drawn_at_the_level_of_ops(explained: dict[str, Explanation]) -> None:
+def test_every_op_and_cast_is_drawn_once(explained: dict[str, Explanation]) -> None:
     for explanation in explained.values():
-        drawn = boxes(amp_fx.draw(explanation, level="op", fold=False))
-        count = {
-            kind: sum(len(b.members) for b in drawn if b.kind == kind) for kind in ("cast", "kept")
-        }
+        drawn = boxes(amp_fx.draw(explanation, depth=EVERY_OP))
         totals = explanation.totals
-        assert count == {"cast": totals.casts_left, "kept": totals.casts_kept}
-        ops = [member for box in drawn if box.kind in ("op", "opaque") for member in box.members]
+        assert len({name for box in drawn for name in box.casts}) == totals.casts_left
+        assert len({name for box in drawn for name in box.cached}) == totals.casts_kept
+        ops = [name for box in drawn for name in box.ops]
         assert len(ops) == len(set(ops))
+        shown = {
+            node.name
+            for node in explanation.nodes
+            if node.kind in ("op", "opaque")
+            and not (bare_op(node.op) in MOVES and len(node.inputs) == 1)
+        }
+        assert {*ops} == shown
+
+
+def test_casts_are_on_edges(explained: dict[str, Explanation]) -> None:
+    """From the input to the first op, and from the last op to the output."""
+    drawing = amp_fx.draw(explained["mlp"], depth=EVERY_OP)
+    [picture] = drawing.pictures.values()
+    casts = [edge for edge in picture.edges if edge.cast]
+    records = {cast.name: cast for cast in explained["mlp"].casts if cast.state == "inserted"}
+    made = {name for box in boxes(drawing) for name in box.casts}
+    assert made == {*records}
+    for edge in casts:
+        dtypes = {(SHORT[c.from_dtype], SHORT[c.to_dtype]) for c in records.values()}
+        assert (edge.cast, edge.label.partition(" ")[0]) in dtypes
 
 
 @needs.HOOK
 def test_layers_fold_into_one_and_a_focus_unfolds_them(deep: Explanation) -> None:
     folded = amp_fx.draw(deep)
-    assert "blocks.0-3<B>  x4</B>" in folded.source
+    assert "blocks.0-3  x 4" in folded.source
     qkv = [box for box in boxes(folded) if box.title == "qkv"]
-    assert [(box.module, box.lines[-1]) for box in qkv] == [("blocks.0-3", "1 cast + 2 kept")]
-    assert len(boxes(folded)) < 30
+    assert [(box.module, box.lines[-2:]) for box in qkv] == [("blocks.0-3", ("1 cast", "2 cached"))]
+    assert len(boxes(folded)) <= MOST_BOXES
 
     zoomed = boxes(amp_fx.draw(deep, focus="blocks.2"))
     inside = [box for box in zoomed if box.kind != "outside"]
     assert {box.module.split(".")[1] for box in inside} == {"2"}
-    assert {box.lines for box in zoomed if box.kind == "outside"} == {
+    assert {box.lines for box in zoomed if box.kind == "outside"} >= {
         ("in blocks.1",),
         ("in blocks.3",),
-        ("in blocks.3.attention_norm",),
     }
+
+
+def test_depth_is_the_number_of_levels(deep: Explanation) -> None:
+    whole, outer = (boxes(amp_fx.draw(deep, depth=depth)) for depth in (0, 1))
+    assert [box.title for box in whole if box.kind == "module"] == ["model"]
+    assert "blocks.0-3" in [box.title for box in outer if box.kind == "module"]
+    assert {box.module for box in outer} == {""}
+    assert [levels(path) for path in ("layers.0.attn", "0.1", "0-11.norm", "a.b.2")] == [
+        ["layers.0", "attn"],
+        ["0", "1"],
+        ["0-11", "norm"],
+        ["a", "b.2"],
+    ]
 
 
 class Head(nn.Module):
@@ -190,55 +230,35 @@ class Head(nn.Module):
 def test_what_folds_inside_of_what_folds_has_its_class() -> None:
     layers = [nn.Sequential(*(Head() for _ in range(6)), nn.Tanh()) for _ in range(6)]
     drawn = amp_fx.draw(amp_fx.explain(nn.Sequential(*layers))(torch.randn(2, 8)))
-    assert "0-5<B>  x6</B>  <I>Head</I>" in drawn.source
+    assert re.search(r"<B>0-5  x 6</B>.*Head", drawn.source)
 
 
 def test_layers_that_differ_do_not_fold() -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.Linear(8, 4))
-    source = amp_fx.draw(amp_fx.explain(model)(torch.randn(2, 8)), level="op").source
+    source = amp_fx.draw(amp_fx.explain(model)(torch.randn(2, 8))).source
     # The first is alone in casting its input; the last has another shape.
-    assert "1-2<B>  x2</B>" in source
-    assert "x3" not in source
-    assert "x4" not in source
+    assert "1-2  x 2" in source
+    assert "x 3" not in source
+    assert "x 4" not in source
 
 
 def test_colours_edges_and_tooltips(explained: dict[str, Explanation]) -> None:
-    [norm] = [b for b in boxes(amp_fx.draw(explained["mlp"])) if b.title == "layer_norm"]
-    assert norm.shares == (("bfloat16", 1),)
-    source = amp_fx.draw(explained["attention"], level="op").source
+    [norm] = [b for b in boxes(amp_fx.draw(explained["mlp"])) if "layer_norm bf16" in b.lines]
+    assert norm.dtypes == ("bfloat16",)
+    source = amp_fx.draw(explained["attention"], depth=EVERY_OP).source
     assert "bf16 [2, 4, 10, 10]" in source
     assert "explained.py:" in source
     assert ".softmax(-1)" in source
-    assert "hexagon: cast" in source
-    assert "hexagon: cast" not in amp_fx.draw(explained["attention"], legend=False).source
-
-
-@needs.HOOK
-def test_the_legend_says_what_kept_means(explained: dict[str, Explanation]) -> None:
-    of_ops, of_modules = (
-        amp_fx.draw(explained["unet"], level=level).source for level in ("op", "module")
-    )
-    assert "cylinder: cast of a weight, kept across calls" in of_ops
-    assert "2 kept" in of_modules
-    assert "kept, in a module: casts of its weights, kept across calls" in of_modules
-
-
-def test_ghosts_are_drawn_on_request() -> None:
-    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return x @ w + x.relu() @ w
-
-    with torch.no_grad():
-        explanation = amp_fx.explain(program)(torch.randn(4, 4), torch.randn(4, 4))
-    assert explanation.totals.casts_removed == 1
-    assert not [b for b in boxes(amp_fx.draw(explanation)) if b.kind == "ghost"]
-    [ghost] = [b for b in boxes(amp_fx.draw(explanation, ghosts=True)) if b.kind == "ghost"]
-    assert "shared with" in ghost.tooltip
+    assert "cast, in every call" in source
+    assert "cached: cast of a weight" in source
+    assert "cast, in every call" not in amp_fx.draw(explained["attention"], legend=False).source
 
 
 def test_the_graph_before_has_no_casts(explained: dict[str, Explanation]) -> None:
     drawn = boxes(amp_fx.draw(explained["mlp"], before=True))
-    assert {box.kind for box in drawn} == {"input", "op", "output"}
-    assert {dtype for box in drawn for dtype, _ in box.shares} == {"float32"}
+    assert {box.kind for box in drawn} == {"input", "module", "output"}
+    assert {dtype for box in drawn for dtype in box.dtypes} == {"float32"}
+    assert not [box for box in drawn if box.casts or box.cached]
 
 
 def test_a_graph_without_an_explanation(explained: dict[str, Explanation]) -> None:
@@ -341,8 +361,8 @@ def test_bad_input(tmp_path: Path, explained: dict[str, Explanation]) -> None:
         amp_fx.draw(explanation, focus="blocks.0.atention_norm")
     with pytest.raises(OptionError, match="modules: blocks, norm, token"):
         amp_fx.draw(explanation, focus="zzz")
-    with pytest.raises(OptionError, match="'op', 'module'"):
-        amp_fx.draw(explanation, level="layer")
+    with pytest.raises(OptionError, match="depth=-1 is neither"):
+        amp_fx.draw(explanation, depth=-1)
     with pytest.raises(OptionError, match=r"amp_fx\.explain\(model\)"):
         amp_fx.draw(nn.Linear(4, 4))  # type: ignore[arg-type]
 
