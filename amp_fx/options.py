@@ -17,6 +17,7 @@ from amp_fx.devices.low_dtypes import (
 )
 from amp_fx.dtypes import as_dtype, is_low
 from amp_fx.errors import OptionError, did_you_mean
+from amp_fx.passes.base import check_pass
 from amp_fx.policies.policy import Policy, as_policy, preset
 from amp_fx.tables.lean import has_low_sums
 from amp_fx.torch_private.autocast import privateuse1_name
@@ -269,8 +270,6 @@ def _to_weight_cache(name: str, value: Any) -> bool | str:
 
 
 def _to_passes(name: str, value: Any) -> tuple[Pass, ...]:
-    from amp_fx.backend.added_passes import check_pass
-
     if not isinstance(value, (list, tuple)):
         raise OptionError(f"{name}={value!r} is not a list of passes")
     for each in value:
@@ -302,17 +301,9 @@ DISABLE_ENVIRONMENT = "AMP_FX_DISABLE_PASSES"
 
 
 def _add_disabled(parsed: dict[str, Any]) -> None:
-    """Completes ``disable_passes`` by the environment, and checks it."""
+    """Adds the names in the environment to ``disable_passes``. The backend checks the names."""
     from_environment = os.environ.get(DISABLE_ENVIRONMENT, "").replace(",", " ").split()
-    given = parsed.get("disable_passes", ())
-    if not given and not from_environment:
-        return
-    from amp_fx.backend.added_passes import check_disabled
-
-    added = parsed.get("passes", ())
-    check_disabled("disable_passes", given, added)
-    check_disabled(DISABLE_ENVIRONMENT, from_environment, added)
-    parsed["disable_passes"] = (*given, *from_environment)
+    parsed["disable_passes"] = (*parsed.get("disable_passes", ()), *from_environment)
 
 
 _CONVERT = {

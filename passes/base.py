@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from amp_fx.errors import OptionError
+
 if TYPE_CHECKING:
     from collections import Counter
     from collections.abc import Sequence
@@ -78,3 +80,18 @@ class Pass(Protocol):
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Edits ``gm.graph`` in place."""
         ...
+
+
+def check_pass(where: str, value: object) -> None:
+    """Raises ``OptionError`` if a value is not a pass.
+
+    Args:
+        where: The beginning of the message.
+        value: The value.
+    """
+    is_class = isinstance(value, type)
+    has_name = isinstance(getattr(value, "name", None), str)
+    if is_class or not has_name or not callable(getattr(value, "call", None)):
+        raise OptionError(
+            f"{where}: {value!r} is not a pass: give an object with a name and a method call(gm)"
+        )

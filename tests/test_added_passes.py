@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 import torch
+from torch._dynamo.exc import BackendCompilerFailed
 
 import amp_fx
 from amp_fx import stats
@@ -160,13 +161,15 @@ def test_weight_casts_that_are_not_cached() -> None:
 )
 def test_mistakes_are_told(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        Options.parse(options)
+        added_passes.check_passes(Options.parse(options))
+    with pytest.raises(BackendCompilerFailed, match=message):
+        compiled(program, **options)(X)
 
 
 def test_mistakes_in_the_environment_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DISABLE_ENVIRONMENT, "mark_regions")
     with pytest.raises(OptionError, match=DISABLE_ENVIRONMENT):
-        Options.parse({})
+        added_passes.check_passes(Options.parse({}))
 
 
 def test_mistakes_in_registering_are_told() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.utils.hooks import RemovableHandle
 
 from amp_fx.backend.pipeline import AOT_PASSES, BUILT_IN
 from amp_fx.errors import OptionError, did_you_mean
+from amp_fx.options import DISABLE_ENVIRONMENT
+from amp_fx.passes.base import check_pass
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -48,6 +50,7 @@ def register_pass(new: Pass, *, after: str = DEFAULT_AFTER) -> RemovableHandle:
             ``after``.
     """
     check_pass("register_pass", new)
+    _check_name("register_pass", new)
     if after not in BUILT_IN and after not in _registered:
         raise OptionError(f"after={after!r}: {_no_such_pass(after, ())}")
     handle = RemovableHandle(_registered)
@@ -56,28 +59,28 @@ def register_pass(new: Pass, *, after: str = DEFAULT_AFTER) -> RemovableHandle:
     return handle
 
 
-def check_pass(where: str, value: Any) -> None:
-    """Raises ``OptionError`` if a value is not a pass or has the name of a built-in pass."""
-    name = getattr(value, "name", None)
-    if isinstance(value, type) or not isinstance(name, str) or not callable(_call_of(value)):
-        raise OptionError(
-            f"{where}: {value!r} is not a pass: give an object with a name and a method call(gm)"
-        )
-    if name in BUILT_IN:
-        raise OptionError(f"{where}: {name!r} is the name of a pass of amp_fx; give another one")
+def check_passes(options: Options) -> None:
+    """Checks the user's passes and the names of disabled passes.
 
-
-def _call_of(value: Any) -> Any:
-    return getattr(value, "call", None)
-
-
-def check_disabled(where: str, names: Iterable[str], added: Sequence[Pass]) -> None:
-    """Raises ``OptionError`` for names of missing passes and of passes that results depend on."""
-    for name in names:
-        if name not in BUILT_IN and name not in _registered and name not in _names(added):
-            raise OptionError(f"{where}: {_no_such_pass(name, added)}")
+    Raises:
+        OptionError: A user's pass has the name of a built-in one, there is no pass of a disabled
+            name, or results depend on a disabled pass.
+    """
+    for each in options.passes:
+        _check_name("passes", each)
+    for name in options.disable_passes:
+        where = f"disable_passes or {DISABLE_ENVIRONMENT}"
+        if name not in (*BUILT_IN, *_registered, *_names(options.passes)):
+            raise OptionError(f"{where}: {_no_such_pass(name, options.passes)}")
         if getattr(BUILT_IN.get(name), "is_needed", False):
             raise OptionError(f"{where}: results would be wrong without the pass {name!r}")
+
+
+def _check_name(where: str, new: Pass) -> None:
+    if new.name in BUILT_IN:
+        raise OptionError(
+            f"{where}: {new.name!r} is the name of a pass of amp_fx; give another one"
+        )
 
 
 def _names(passes: Iterable[Pass]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from amp_fx.backend.added_passes import with_added
+from amp_fx.backend.added_passes import check_passes, with_added
 from amp_fx.backend.fallback import as_native_region, warn_fallback, warn_transforms
 from amp_fx.backend.numerics import is_strict
 from amp_fx.backend.pipeline import captured_passes, run_passes
@@ -72,10 +72,12 @@ def rewrite(gm: fx.GraphModule, inputs: Inputs, options: Options, observer: Obse
     """Inserts casts into a copy of a captured graph, following the ambient region or the options.
 
     Raises:
-        OptionError: The device cannot autocast to the requested dtype.
+        OptionError: The device cannot autocast to the requested dtype, or there is no pass of a
+            disabled name (``check_passes``).
         UnsupportedError: The graph calls an op that autocast bans on its device.
         PassError: A pass failed and the option ``fallback`` is False.
     """
+    check_passes(options)
     ambient = AutocastState.ambient()
     state = start_state(gm, options)
     policy = state.policy or options.policy
