@@ -82,9 +82,6 @@ class FoldBatchNorms:
         for affine in affines:
             _fold(affine)
         if affines:
-            from amp_fx.torch_private.inductor import allow_float32_biases
-
-            allow_float32_biases()
             graph.eliminate_dead_code()
         return PassResult(Counter(folded_norms=len(affines)))
 

@@ -24,7 +24,7 @@ import torch
 from amp_fx.graphs.conditions import VALUES_KNOWN
 from amp_fx.graphs.purity import is_pure
 from amp_fx.passes.base import PassResult
-from amp_fx.replaced import replaced
+from amp_fx.torch_private.patches import merging_all_but
 
 if TYPE_CHECKING:
     from torch import fx
@@ -34,10 +34,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class MergeDuplicates:
-    """Eliminates common subexpressions.
-
-    Relies on ``torch._functorch.compile_utils.rand_ops``, the packets that CSE does not merge.
-    """
+    """Eliminates common subexpressions."""
 
     name: ClassVar[str] = "merge_duplicates"
     requires: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
@@ -49,8 +46,7 @@ class MergeDuplicates:
 
         calls = [node for node in gm.graph.nodes if node.op == "call_function"]
         impure = [compile_utils.get_aten_target(node) for node in calls if not is_pure(node)]
-        unmerged = [*compile_utils.rand_ops, torch.ops.aten.full, *impure]
         num_nodes = len(gm.graph.nodes)
-        with replaced((compile_utils, "rand_ops", unmerged)):
+        with merging_all_but([torch.ops.aten.full, *impure]):
             gm.graph = compile_utils.fx_graph_cse(gm.graph)
         return PassResult(Counter(merged_nodes=num_nodes - len(gm.graph.nodes)))

@@ -24,7 +24,14 @@ from torch import fx
 
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.passes.base import PassResult
-from amp_fx.replaced import replaced
+from amp_fx.torch_private.patches import (
+    batch_norm_folding,
+    folding_constants_by,
+    packing_for_onednn,
+    packing_low_products,
+    packing_products_of_vectors,
+    without_output_layouts,
+)
 from amp_fx.weights.aliases import escaping, viewed_by
 
 if TYPE_CHECKING:
@@ -59,25 +66,19 @@ class PackForKernels:
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``packed_nodes``, the nodes that inductor's passes added."""
         from amp_fx.torch_private.inductor import (
-            batch_norm_folding,
             freezing,
             freezing_passes,
-            packing_for_onednn,
-            packing_low_products,
-            packing_products_of_vectors,
             record_has_frozen_params,
         )
         from amp_fx.torch_private.inductor_config import config
 
         before = set(gm.graph.nodes)
         if self.is_channels_last:
-            # Recorded strides fix the layout of outputs. An op that does it as well would hide
-            # from passes that its input is returned, and they would remove copies before it.
-            with replaced((freezing, "enforce_output_layout", lambda _: None)):
+            with without_output_layouts():
                 freezing.convert_conv_weights_to_channels_last(gm)
         joins = {"cpp.enable_concat_linear": True} if self.chooses_kernels else {}
         with (
-            replaced((freezing, "constant_fold", self.constants.fold)),
+            folding_constants_by(self.constants.fold),
             batch_norm_folding(self.folds_batch_norm),
             config.patch(joins),
             packing_for_onednn() if self.chooses_kernels else packing_low_products(),

@@ -5,7 +5,7 @@ Before and after: the same nodes; ``meta["original_output_strides"]`` of the out
 Inductor gives outputs the strides of their values at the time at which it records them. Later
 passes change the layout of a convolution's weight, and with it that of its result.
 
-Left unchanged: strides that were recorded before (``repaired``).
+Left unchanged: strides that were recorded before (``patches.repaired_inductor``).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ After:
 
 These are biases of convolutions that were not packed, and of those to whose result a tensor is
 added: inductor gives both to one kernel, which checks the dtype of the bias. If it gives other ops
-to such a kernel, ``allow_float32_biases`` rounds.
+to such a kernel, ``float32_biases`` in ``amp_fx.torch_private.patches`` rounds.
 
 Left unchanged: biases of packed convolutions, which add a float32 bias before they round.
 """

@@ -19,7 +19,6 @@ from amp_fx.backend.disk_caches import (
     without_autograd_cache,
 )
 from amp_fx.backend.fallback import warn_eager
-from amp_fx.backend.inductor_repair import repaired
 from amp_fx.backend.lower import lower_graph
 from amp_fx.backend.numerics import (
     check_devices,
@@ -37,6 +36,7 @@ from amp_fx.policies.rounding import lower_rounded
 from amp_fx.progress import working
 from amp_fx.regions.state import called_without_autocast, left_on_error
 from amp_fx.torch_private.inductor_passes import CustomGraphPass
+from amp_fx.torch_private.patches import repaired_inductor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -130,7 +130,7 @@ def compile_with_inductor(
         # Inductor's own freezing would treat cached values and weights as constants.
         stack.enter_context(config.patch(freezing=False))
         stack.enter_context(region_markers_cacheable())
-        stack.enter_context(repaired())
+        stack.enter_context(repaired_inductor())
         stack.enter_context(keyed(options))
         if has_cudagraphs(settings):
             stack.enter_context(without_autograd_cache())  # it lacks what ``separate_inputs`` adds
@@ -194,7 +194,7 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: A
 
     separated = separate_inputs(gm, kwargs.get("static_input_idxs") or ())
     stage = "backward" if kwargs.get("is_backward") else "forward"
-    with working(f"inductor's {stage}"), repaired(), keyed_graph(gm):
+    with working(f"inductor's {stage}"), repaired_inductor(), keyed_graph(gm):
         compiled = compile_fx_module.compile_fx_inner(gm, example_inputs, **kwargs)
     if hasattr(compiled, "current_callable"):
         compiled.current_callable = separated.wrap(compiled.current_callable)

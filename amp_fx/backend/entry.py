@@ -14,7 +14,7 @@ from amp_fx.backend.compilers import compile_inner
 from amp_fx.backend.fallback import warn_eager, watch_recompile_limit
 from amp_fx.backend.lower import find_cached
 from amp_fx.backend.rewrite import Reporting, rewrite
-from amp_fx.backend.transforms import compile_after_transforms
+from amp_fx.backend.transforms import warn_of_transforms
 from amp_fx.eager.checkpoints import restore_regions
 from amp_fx.eager.region import skip_in_dynamo
 from amp_fx.graphs.bodies import copy_graph_module, enters_regions, with_attributes_as_inputs
@@ -113,7 +113,7 @@ def _handle_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
 def prepare_torch() -> None:
     """Makes the changes of Dynamo and of checkpoints that compiled programs rely on."""
     skip_in_dynamo()
-    compile_after_transforms(amp_fx)
+    warn_of_transforms(amp_fx)
     restore_regions()
 
 

@@ -7,16 +7,11 @@ runs that call uncompiled, and by default also every later call of the function
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from amp_fx.torch_private.dynamo import (
-    InstructionTranslator,
-    Unsupported,
-    innermost_backend,
-    skip_this_call,
-)
+from amp_fx.torch_private.dynamo import innermost_backend
+from amp_fx.torch_private.patches import skip_calls_under_transforms
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,32 +19,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("amp_fx.transforms")
 
 
-def compile_after_transforms(backend: Callable[..., Any]) -> None:
-    """Makes Dynamo skip only one call under a ``torch.func`` transform, not the whole frame.
+def warn_of_transforms(backend: Callable[..., Any]) -> None:
+    """Makes Dynamo compile later calls of functions that ``backend`` compiles, and warns once."""
 
-    Relies on Dynamo rejecting such a frame in ``InstructionTranslator._throw_if_in_functorch``.
-    With ``fullgraph=True``, the exception reaches the user.
-    """
-    refuse = InstructionTranslator._throw_if_in_functorch
+    def is_skipped(compiler_fn: Any) -> bool:
+        inner: Any = innermost_backend(compiler_fn)
+        is_ours = getattr(inner, "compiler_fn", inner) is backend  # Dynamo wraps backends
+        if is_ours:
+            _warn_once()
+        return is_ours
 
-    @functools.wraps(refuse)
-    def refuse_once(self: InstructionTranslator) -> None:
-        try:
-            refuse(self)
-        except Unsupported as error:
-            if _is_compiled_by(backend, self.output.compiler_fn):
-                _warn_once()
-                skip_this_call(error)
-                error.logged = True
-            raise
-
-    InstructionTranslator._throw_if_in_functorch = refuse_once  # type: ignore[method-assign]
-
-
-def _is_compiled_by(backend: Callable[..., Any], compiler_fn: Any) -> bool:
-    """Returns True if ``compiler_fn`` is ``backend`` or a wrapper of Dynamo's around it."""
-    inner: Any = innermost_backend(compiler_fn)
-    return getattr(inner, "compiler_fn", inner) is backend
+    skip_calls_under_transforms(is_skipped)
 
 
 def _warn_once() -> None:

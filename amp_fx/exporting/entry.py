@@ -28,6 +28,7 @@ from amp_fx.options import Options
 from amp_fx.progress import working
 from amp_fx.regions.state import AutocastState, no_autocast
 from amp_fx.torch_private.autocast import with_cuda_regions
+from amp_fx.torch_private.patches import batch_norm_folding
 
 if TYPE_CHECKING:
     import os
@@ -262,7 +263,7 @@ def package(
         raise OptionError(
             f"path={str(target)!r}: the path must end in {SUFFIX} and be in an existing folder"
         )
-    from amp_fx.torch_private.inductor import aoti_compile_and_package, batch_norm_folding
+    from amp_fx.torch_private.inductor import aoti_compile_and_package
 
     configs = dict(inductor_configs or {})
     if freezing is None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import types
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._inductor import aoti_compile_and_package, freezing, fx_utils, ir
@@ -46,12 +45,7 @@ from torch._inductor.sizevars import SizeVarAllocator
 from torch._inductor.utils import Placeholder, parallel_num_threads
 from torch._inductor.virtualized import V, ops
 
-from amp_fx.replaced import replaced
 from amp_fx.torch_private.inductor_passes import STORED
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-    from contextlib import AbstractContextManager
 
 __all__ = (
     "CacheabilityValidator",
@@ -60,10 +54,10 @@ __all__ = (
     "FxGraphCachePickler",
     "GraphLowering",
     "PatternMatcherPass",
+    "PythonWrapperCodegen",
     "SchedulerNode",
-    "allow_float32_biases",
+    "V",
     "aoti_compile_and_package",
-    "batch_norm_folding",
     "compile_fx_module",
     "decompositions",
     "enter_freezing",
@@ -73,21 +67,21 @@ __all__ = (
     "freezing_patterns",
     "fx_utils",
     "has_code_generator",
+    "ir",
     "is_frozen_param",
+    "lowerings",
     "make_pointwise",
+    "mkldnn_fusion",
     "ops",
-    "packing_for_onednn",
-    "packing_low_products",
-    "packing_products_of_vectors",
     "record_has_frozen_params",
     "record_output_strides",
     "register_lowering",
     "replace_node_with_constant",
     "select_decomp_table",
     "store_result",
+    "to_dtype",
     "tuned_bmm",
     "view_to_reshape",
-    "without_input_asserts",
 )
 
 
@@ -133,25 +127,6 @@ def store_result(node: torch.fx.Node) -> None:
     node.meta[STORED] = True
 
 
-def without_input_asserts(names: Collection[str]) -> AbstractContextManager[None]:
-    """Context in which generated code does not check sizes and strides of some inputs.
-
-    A check takes 0.5 us of the host's time in every call.
-
-    Relies on ``PythonWrapperCodegen.codegen_input_size_asserts`` adding checks to
-    ``_pending_input_asserts``, by the names of the placeholders.
-    """
-    add_asserts = PythonWrapperCodegen.codegen_input_size_asserts
-
-    @functools.wraps(add_asserts)
-    def add_others(self: Any) -> None:
-        add_asserts(self)
-        for name in names:
-            self._pending_input_asserts.pop(name, None)
-
-    return replaced((PythonWrapperCodegen, "codegen_input_size_asserts", add_others))
-
-
 def record_output_strides(gm: torch.fx.GraphModule) -> None:
     """Records the strides that the outputs of a graph have in compiled code (``repaired``).
 
@@ -159,49 +134,6 @@ def record_output_strides(gm: torch.fx.GraphModule) -> None:
         gm: A graph whose outputs have their values in ``meta["val"]``.
     """
     compile_fx_module.record_original_output_strides(gm)
-
-
-def batch_norm_folding(is_on: bool) -> AbstractContextManager[None]:
-    """Context in which passes fold arithmetic after a convolution or product into its weights.
-
-    Relies on ``torch._inductor.fx_passes.freezing_patterns.binary_folding_pass``.
-    """
-    freezing_patterns.lazy_init()  # registers the patterns of the pass that is replaced here
-    if is_on:
-        return contextlib.nullcontext()
-    return replaced((freezing_patterns, "binary_folding_pass", PatternMatcherPass()))
-
-
-def packing_for_onednn() -> AbstractContextManager[None]:
-    """Context in which inductor's freezing packs float32 products for oneDNN instead of MKL.
-
-    Relies on ``fx_passes.mkldnn_fusion``, where ahead-of-time compilation changes nothing else.
-    """
-    context: AbstractContextManager[None] = V.set_aot_compilation(True)
-    return context
-
-
-def packing_low_products() -> AbstractContextManager[None]:
-    """Context in which inductor's freezing does not pack float32 products.
-
-    MKL's kernels for packed weights have other bits than those that ATen calls.
-
-    Relies on ``fx_passes.mkldnn_fusion``, which packs float32 products if torch has MKL.
-    """
-    return replaced((torch._C, "has_mkl", False))
-
-
-def packing_products_of_vectors() -> AbstractContextManager[None]:
-    """Context in which inductor's freezing does not raise for the product of a vector.
-
-    Relies on ``fx_passes.mkldnn_fusion``, which multiplies the sizes before the last one by
-    ``reduce``, and nothing else. A vector has no such sizes.
-    """
-
-    def product(multiply: Callable[[Any, Any], Any], sizes: Sequence[Any]) -> Any:
-        return functools.reduce(multiply, sizes, 1)
-
-    return replaced((mkldnn_fusion, "reduce", product))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,37 +214,3 @@ def lower_few_rows_product(op: Any) -> None:
 
         buffer = ir.CppTemplateBuffer(template.layout, inputs, make_render, template, None)
         return ir.TensorBox.create(buffer)
-
-
-@functools.cache
-def allow_float32_biases() -> None:
-    """Makes packed bfloat16 convolutions take float32 biases, as oneDNN's kernels do.
-
-    This holds for the whole process. Biases are the tensors of one dimension among the arguments.
-
-    Relies on the lowerings of these ops promoting the dtypes of all tensors to one, and on
-    ``__wrapped__``, which does not. The ops that also add a tensor check the dtype of the bias, so
-    it is rounded for them.
-    """
-    mkldnn = torch.ops.mkldnn
-    alone = mkldnn._convolution_pointwise.default
-    for op in (alone, mkldnn._convolution_pointwise.binary, mkldnn._convolution_pointwise_.binary):
-        lowerings[op] = _with_bias(lowerings[op], is_rounded=op is not alone)
-
-
-def _with_bias(promoting: Any, *, is_rounded: bool) -> Any:
-    def is_bias(arg: Any) -> bool:
-        return isinstance(arg, ir.TensorBox) and len(arg.get_size()) == 1
-
-    @functools.wraps(promoting)
-    def lower(*args: Any, **kwargs: Any) -> Any:
-        others = [arg for arg in args if isinstance(arg, ir.TensorBox) and not is_bias(arg)]
-        dtypes = {other.get_dtype() for other in others}
-        if len(dtypes) > 1:
-            return promoting(*args, **kwargs)
-        if is_rounded:
-            [dtype] = dtypes
-            args = tuple(to_dtype(arg, dtype) if is_bias(arg) else arg for arg in args)
-        return promoting.__wrapped__(*args, **kwargs)
-
-    return lower

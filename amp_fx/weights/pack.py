@@ -41,12 +41,17 @@ from torch import fx
 
 from amp_fx.errors import AmpFxError
 from amp_fx.graphs.metadata import VALUE
-from amp_fx.replaced import replaced
 from amp_fx.torch_private.fake_tensors import (
     FakeTensor,
     detect_fake_mode,
     unset_fake_temporarily,
     with_real_tensors,
+)
+from amp_fx.torch_private.patches import (
+    chosen_templates_in,
+    float32_biases,
+    packed_in_cache_keys,
+    without_input_asserts,
 )
 from amp_fx.torch_private.tensors import data_address
 from amp_fx.weights.aliases import escaping
@@ -291,8 +296,6 @@ def compile_packed(
         CannotPackError: Nothing can be cached, or inductor added constants whose computation is
             unknown.
     """
-    from amp_fx.torch_private.inductor import without_input_asserts
-
     new_inputs = gm.graph.find_nodes(op="placeholder")[len(example_inputs) :]
     of_templates = TemplateConstants(constants.prepare)
     for attribute, node in constants.copies.items():
@@ -300,8 +303,9 @@ def compile_packed(
             of_templates.add(gm.get_buffer(attribute), node)
     examples = _examples(flattened(constants.values), example_inputs)
     with (
-        _packed_in_cache_keys(),
-        of_templates.following(),
+        packed_in_cache_keys(),
+        chosen_templates_in(of_templates),
+        float32_biases(),
         # The store computes values with the strides for which the graph is compiled.
         without_input_asserts([str(node.target) for node in new_inputs]),
     ):
@@ -338,42 +342,6 @@ def packing(example_inputs: Sequence[Any]) -> Iterator[None]:
         with_real_tensors(detect_fake_mode(example_inputs)),
     ):
         yield
-
-
-def _packed_in_cache_keys() -> contextlib.AbstractContextManager[None]:
-    """Context in which inductor's on-disk cache stores graphs with packed weights.
-
-    Inductor skips such graphs because it cannot pickle packed weights. It also adds the contents of
-    small tensors to the key because it usually writes them into the code as literals. Here, the key
-    describes packed and one-dimensional constants by layout, dtype, device, shape and strides; the
-    artifact refers to them by name.
-
-    Relies on ``FxGraphCachePickler._reduce_tensor`` and ``CacheabilityValidator.check_tensor`` of
-    ``torch._inductor.codecache``.
-    """
-    from amp_fx.torch_private.inductor import (
-        CacheabilityValidator,
-        FxGraphCachePickler,
-        is_frozen_param,
-    )
-
-    reduce, check = FxGraphCachePickler._reduce_tensor, CacheabilityValidator.check_tensor
-
-    def reduce_packed(self: FxGraphCachePickler, tensor: torch.Tensor) -> Any:
-        if not is_frozen_param(tensor) or not (tensor.is_mkldnn or tensor.dim() == 1):
-            return reduce(self, tensor)
-        geometry = () if tensor.is_mkldnn else (tensor.stride(), tensor.storage_offset())
-        kind = str(tensor.layout), str(tensor.dtype), str(tensor.device)
-        return tuple, ((kind, tuple(tensor.shape), geometry),)
-
-    def check_others(tensor: torch.Tensor) -> None:
-        if not is_frozen_param(tensor):
-            check(tensor)
-
-    return replaced(
-        (FxGraphCachePickler, "_reduce_tensor", reduce_packed),
-        (CacheabilityValidator, "check_tensor", staticmethod(check_others)),
-    )
 
 
 def _compiling_constants() -> contextlib.AbstractContextManager[None]:

@@ -7,13 +7,14 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
-import torch
+from amp_fx.torch_private.patches import wrap_swaps
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
     Hook = Callable[[torch.Tensor], Callable[[], None] | None]
 
@@ -23,27 +24,19 @@ _hooks: list[Hook] = []
 def before_swaps(hook: Hook) -> None:
     """Registers a hook that runs before two tensors are swapped.
 
-    The first call replaces ``torch.utils.swap_tensors``. Code that has already imported the
-    function still calls the original.
-
     Args:
         hook: Called with each of the two tensors. May return a function to call after the swap.
     """
     if not _hooks:
-        torch.utils.swap_tensors = _with_hooks(torch.utils.swap_tensors)
+        wrap_swaps(_call_hooks)
     _hooks.append(hook)
 
 
-def _with_hooks(
-    swap: Callable[[torch.Tensor, torch.Tensor], None],
-) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    @functools.wraps(swap)
-    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
-        callbacks = [hook(tensor) for hook in _hooks for tensor in (t1, t2)]
-        try:
-            swap(t1, t2)
-        finally:
-            for callback in filter(None, callbacks):
-                callback()
+def _call_hooks(tensor: torch.Tensor) -> Callable[[], None]:
+    callbacks = [hook(tensor) for hook in _hooks]
 
-    return swap_tensors
+    def call() -> None:
+        for callback in filter(None, callbacks):
+            callback()
+
+    return call

@@ -8,8 +8,6 @@ after a write to the weight.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,13 +15,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from amp_fx.graphs.purity import is_pure
 from amp_fx.graphs.values import tensors_in
-from amp_fx.replaced import replaced
 from amp_fx.torch_private.modes import TorchDispatchMode
 from amp_fx.torch_private.pytree import tree_map_only
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import fx
 
     from amp_fx.weights.prepare import Prepare
@@ -61,22 +56,3 @@ class TemplateConstants(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if is_pure(node):
                 self._nodes[result] = node
         return result
-
-    @contextlib.contextmanager
-    def following(self) -> Iterator[None]:
-        """Context in which constants of chosen templates are recorded.
-
-        Constants of templates that are only benchmarked are not recorded. Relies on
-        ``DataProcessorChoiceCallerWrapper.output_node`` of ``torch._inductor.select_algorithm``.
-        """
-        from amp_fx.torch_private.inductor import DataProcessorChoiceCallerWrapper as Choice
-
-        output_node = Choice.output_node
-
-        @functools.wraps(output_node)
-        def recorded(choice: Choice) -> Any:
-            with self:
-                return output_node(choice)
-
-        with replaced((Choice, "output_node", recorded)):
-            yield

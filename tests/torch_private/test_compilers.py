@@ -28,6 +28,7 @@ from amp_fx.torch_private import (
     inductor_config,
     inductor_passes,
     modules,
+    patches,
     tracing,
 )
 from tests import needs
@@ -431,7 +432,7 @@ def test_float32_products_can_be_packed_for_onednn() -> None:
     """MKL's kernel keeps the weight beside its packed form."""
     source = inspect.getsource(mkldnn_fusion)
     assert source.count("V.aot_compilation") == 2
-    with inductor.packing_for_onednn():
+    with patches.packing_for_onednn():
         assert V.aot_compilation
     assert not V.aot_compilation
 
@@ -439,14 +440,14 @@ def test_float32_products_can_be_packed_for_onednn() -> None:
 def test_float32_products_are_not_packed_without_mkl() -> None:
     source = inspect.getsource(mkldnn_fusion)
     assert source.count("and not torch._C.has_mkl") == 1
-    with inductor.packing_low_products():
+    with patches.packing_low_products():
         assert not torch._C.has_mkl
 
 
 def test_the_sizes_of_vectors_have_a_product() -> None:
     """``tests/test_eager_numerics.py`` compares results."""
     assert inspect.getsource(mkldnn_fusion).count("reduce(") == 1
-    with inductor.packing_products_of_vectors():
+    with patches.packing_products_of_vectors():
         product: Any = vars(mkldnn_fusion)["reduce"]
         assert product(operator.mul, []) == 1
         assert product(operator.mul, [2, 3]) == 6
@@ -552,7 +553,7 @@ def test_checks_of_some_inputs_can_be_left_out() -> None:
 
     codes = []
     for names in ((), ("arg1_1",)):
-        with inductor.without_input_asserts(names), fresh_cache():
+        with patches.without_input_asserts(names), fresh_cache():
             torch.compiler.reset()
             _, (code,) = run_and_get_code(torch.compile(add), torch.ones(4), torch.ones(4))
         codes.append(code)

@@ -1,4 +1,4 @@
-"""repaired: programs whose backward inductor gets wrong, or cannot compile."""
+"""Patches of torch: programs whose backward inductor gets wrong, or cannot compile."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
-from amp_fx.backend.inductor_repair import repaired
+from amp_fx.torch_private.patches import repaired_inductor
 
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")
 
@@ -31,7 +31,7 @@ def gradient(*, compiled: bool) -> torch.Tensor:
 
 
 def test_gradients_behind_a_scatter_are_right() -> None:
-    with repaired():
+    with repaired_inductor():
         found = gradient(compiled=True)
     torch.testing.assert_close(found, gradient(compiled=False), rtol=1e-4, atol=1e-3)
 
@@ -43,7 +43,7 @@ def test_sparse_gradients_can_be_compiled() -> None:
     def program(index: torch.Tensor) -> torch.Tensor:
         return functional.embedding(index, weight, sparse=True)[:, :2]
 
-    with repaired():
+    with repaired_inductor():
         program(torch.tensor([1, 1, 2])).sum().backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
     assert weight.grad.is_sparse
