@@ -9,7 +9,6 @@ graphs otherwise than the program's, they round otherwise.
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,7 +46,6 @@ def traced(
     options: Options,
     *,
     is_rewritten: bool = True,
-    only: int | None = None,
     **settings: Any,
 ) -> Callable[..., Any]:
     """Compiles a program whose calls add the values of its graphs to a trace.
@@ -57,34 +55,27 @@ def traced(
         trace: The trace.
         options: The options of the backend. Values of weights are not cached.
         is_rewritten: True if amp_fx inserts casts; else autocast casts while AOTAutograd traces.
-        only: The number of the only value to trace; None traces all values.
         settings: Other arguments of ``torch._dynamo.optimize``, such as ``dynamic``.
     """
     let_saved_rng_states_be_traced()
-    numbers = itertools.count()
-
-    def is_wanted() -> bool:
-        return next(numbers) == only or only is None
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if not is_rewritten:
-            compiler = _compiler(trace, options, compile_frame(gm), is_wanted)
+            compiler = _compiler(trace, options, compile_frame(gm))
             return compiler(gm, example_inputs)  # type: ignore[no-any-return]
         gm, attributes = with_attributes_as_inputs(gm)
         given = [*example_inputs, *attributes]
         found = rewrite(gm, Inputs.of(gm, given), options, Reporting())
         with no_autocast():
-            compiled = _compiler(trace, options, found.frame, is_wanted)(found.gm, given)
+            compiled = _compiler(trace, options, found.frame)(found.gm, given)
         return called_in(no_autocast, lambda *args: compiled(*args, *attributes))
 
     found: Callable[..., Any] = optimized(backend, **settings)(program)
     return found
 
 
-def _compiler(
-    trace: Trace, options: Options, frame: CompileFrame, is_wanted: Callable[[], bool]
-) -> Callable[..., Any]:
-    inside = functools.partial(_compile, trace, options, frame, is_wanted)
+def _compiler(trace: Trace, options: Options, frame: CompileFrame) -> Callable[..., Any]:
+    inside = functools.partial(_compile, trace, options, frame)
     backward = functools.partial(inside, is_backward=True)
     compiler: Callable[..., Any] = aot_autograd(fw_compiler=inside, bw_compiler=backward)
     return compiler
@@ -112,14 +103,13 @@ def _compile(
     trace: Trace,
     options: Options,
     frame: CompileFrame,
-    is_wanted: Callable[[], bool],
     gm: fx.GraphModule,
     _: Sequence[Any],
     *,
     is_backward: bool = False,
 ) -> Callable[..., Any]:
     stage = "backward" if is_backward else "forward"
-    values, outputs = _with_values(gm, frame, is_wanted)
+    values, outputs = _with_values(gm, frame)
     compiled: list[Callable[..., Any]] = []
 
     def call(*args: Any) -> Any:
@@ -148,7 +138,7 @@ def _compile(
 
 
 def _with_values(
-    gm: fx.GraphModule, frame: CompileFrame, is_wanted: Callable[[], bool]
+    gm: fx.GraphModule, frame: CompileFrame
 ) -> tuple[list[_Value], list[tuple[_Origin, ...]]]:
     """Adds the values of nodes to the outputs of a graph, and describes them and the outputs."""
     values: list[_Value] = []
@@ -163,7 +153,7 @@ def _with_values(
         origins[node] = inputs
         if not isinstance(node.target, OpOverload) or facts_of(node.target).is_view:
             continue
-        made = [n for n in _tensors_of(gm.graph, node, node.target) if is_wanted()]
+        made = _tensors_of(gm.graph, node, node.target)
         if made:
             origins[node] = tuple(("value", len(values) + i) for i in range(len(made)))
         for part in made:

@@ -43,7 +43,6 @@ class Minimizer(Generic[T]):
         is_enough: The condition; each set is evaluated once.
         budget: The largest number of evaluations.
         first: The length of the first prefix after the empty one.
-        rivals: Returns members that may replace two others.
     """
 
     def __init__(
@@ -52,14 +51,12 @@ class Minimizer(Generic[T]):
         is_enough: Callable[[tuple[T, ...]], bool],
         budget: int,
         first: int = 1,
-        rivals: Callable[[T, T], Iterable[T]] = lambda _a, _b: (),
     ) -> None:
         self._ranked = list(ranked)
         self._rank = {member: place for place, member in enumerate(self._ranked)}
         self._condition = is_enough
         self._budget = budget
         self._first = max(1, first)
-        self._rivals = rivals
         self._known: dict[frozenset[T], bool] = {}
         self._best: tuple[T, ...] | None = None
 
@@ -72,7 +69,6 @@ class Minimizer(Generic[T]):
             chosen = self._needed([], prefix, is_changed=False) if prefix else []
             if not self._is_enough(chosen):
                 chosen = prefix  # a superset of a sufficient set was not sufficient
-            chosen = self._merged(self._shrunk(chosen))
             return Minimized(self._sorted(self._shrunk(chosen)), is_minimal=True)
         except OutOfBudgetError:
             return Minimized(self._best, is_minimal=False, is_spent=True)
@@ -118,13 +114,3 @@ class Minimizer(Generic[T]):
             if self._is_enough(fewer):
                 chosen = fewer
         return chosen if len(chosen) == before else self._shrunk(chosen)
-
-    def _merged(self, chosen: list[T]) -> list[T]:
-        """Replaces pairs of members by one rival where that is sufficient."""
-        for index, one in enumerate(chosen):
-            for other in chosen[index + 1 :]:
-                rest = [m for m in chosen if m not in (one, other)]
-                for rival in self._rivals(one, other):
-                    if rival not in chosen and self._is_enough([*rest, rival]):
-                        return self._merged([*rest, rival])
-        return chosen

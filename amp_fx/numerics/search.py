@@ -45,8 +45,6 @@ from amp_fx.numerics.trial import Trial
 from amp_fx.options import Options
 from amp_fx.progress import working
 from amp_fx.second_call import takes_inputs_later
-from amp_fx.tables.cast_policy import CastPolicy
-from amp_fx.tables.float8 import PRODUCTS
 
 if TYPE_CHECKING:
     import os
@@ -68,7 +66,6 @@ class Unit:
         op: The name of the op in a policy.
         why: The reason, for the file of the policy.
         order: The index of the first of its ops.
-        treatment: The cast policy of this candidate; empty for that of the search.
         nodes: The ops.
         roots: The names of the root modules that contain them, if there are several.
     """
@@ -79,18 +76,12 @@ class Unit:
     op: str
     why: str = dataclasses.field(compare=False)
     order: int = dataclasses.field(compare=False)
-    treatment: str = ""
     nodes: tuple[OpRecord, ...] = dataclasses.field(default=(), compare=False, repr=False)
     roots: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     def __str__(self) -> str:
         """Returns a short text: ``h.*.attn: matmul``."""
         return f"{self.module}: {self.op}"
-
-    @property
-    def label(self) -> str:
-        """The text with the treatment, if the candidate has one."""
-        return f"{self} ({self.treatment})" if self.treatment else str(self)
 
 
 def units_of(report: AccuracyReport, keep: Sequence[str]) -> tuple[list[Unit], int]:
@@ -187,10 +178,6 @@ def _unit(nodes: list[OpRecord], why: str) -> Unit:
     )
 
 
-WIDE = CastPolicy.LOWER_PRECISION_WIDE.value
-"""The treatment of products for which a float32 result of low-precision inputs is enough."""
-
-
 @takes_inputs_later
 def search(
     step: Callable[..., Any],
@@ -211,9 +198,7 @@ def search(
     repeated layers is one candidate (``h.*.attn``). The set is not always the smallest one, which
     would take a run for each of 2^n sets.
 
-    Products of the set for which a float32 result of low-precision inputs is enough get
-    ``lower_precision_wide``, which costs less. If the policy runs products in float8, the search
-    finds those that must run in the low dtype.
+    If the policy runs products in float8, the search finds those that must run in the low dtype.
 
     Patterns of the policy begin at the modules that the step calls, so that it can be passed to
     ``torch.compile(model, backend="amp_fx", options={"policy": result.policy})``. If the step calls
@@ -312,8 +297,7 @@ class _Search:
         else:
             chosen = self._with_the_fault(chosen, units, report)
             is_minimal &= chosen == found.chosen
-            chosen = self._with_cheaper_products(chosen)
-        labels = tuple(unit.label for unit in chosen)
+        labels = tuple(map(str, chosen))
         value = next(e.value for e in self.history if e.units == labels)
         chosen = joined_units(chosen, units) if is_float8 else chosen
         policy = self._policy(chosen)
@@ -336,10 +320,8 @@ class _Search:
         )
 
     def _minimized(self, units: list[Unit], first: int) -> Minimized[Unit]:
-        ranked = units if self.treatment == "fp32" else []
-        rivals = functools.partial(_rivals, ranked)
         left = self.budget - len(self.history)
-        return Minimizer(units, self._is_enough, left, first=first, rivals=rivals).run()
+        return Minimizer(units, self._is_enough, left, first=first).run()
 
     def _with_the_fault(
         self, chosen: tuple[Unit, ...], units: list[Unit], report: AccuracyReport
@@ -360,25 +342,10 @@ class _Search:
         )
         return joined
 
-    def _with_cheaper_products(self, chosen: tuple[Unit, ...]) -> tuple[Unit, ...]:
-        """Gives products low-precision inputs again, if a float32 result is enough for them."""
-        products = [unit for unit in chosen if f"aten::{unit.op}" in PRODUCTS]
-        for group in (products, *([unit] for unit in products if len(products) > 1)):
-            cheaper = tuple(
-                dataclasses.replace(unit, treatment=WIDE) if unit in group else unit
-                for unit in chosen
-            )
-            if cheaper == chosen or len(self.history) >= self.budget:
-                continue
-            if self._is_enough(cheaper):
-                chosen = cheaper
-        return chosen
-
     def _policy(self, units: Sequence[Unit]) -> Policy:
         policy = self.asked.policy
         for unit in units:
-            treatment = unit.treatment or self.treatment
-            policy = with_override(policy, unit.module, unit.op, treatment)
+            policy = with_override(policy, unit.module, unit.op, self.treatment)
         return policy
 
     def _is_enough(self, units: tuple[Unit, ...]) -> bool:
@@ -386,7 +353,7 @@ class _Search:
         with working(f"{run}, {len(units)} ops in {self.runs_in}"):
             value = self._value(self._run(self._policy(units)))
         is_enough = value <= self.tolerance
-        self.history.append(Evaluation(tuple(u.label for u in units), value, is_enough))
+        self.history.append(Evaluation(tuple(map(str, units)), value, is_enough))
         return is_enough
 
     def _check_repeatable(self) -> None:
@@ -497,15 +464,3 @@ def _relative(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
     norm = sum(float(b.double().square().sum()) for _, b in pairs)
     found = relative(error, norm)
     return found if math.isfinite(found) else math.inf
-
-
-MOST_RIVALS = 3
-
-
-def _rivals(units: Sequence[Unit], one: Unit, other: Unit) -> list[Unit]:
-    """Returns earlier ops of the module of two others, which pass both their float32 results."""
-    if one.module != other.module:
-        return []
-    last = max(one.order, other.order)
-    before = [u for u in units if u.module == one.module and u.order <= last]
-    return [u for u in before if u not in (one, other)][:MOST_RIVALS]

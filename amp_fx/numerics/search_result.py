@@ -39,7 +39,7 @@ class SearchResult(Report):
         model: The name of the step.
         dtype: The low dtype.
         policy: The policy; its file has a reason for each line.
-        units: The candidates that run in ``runs_in`` or have a treatment, in order of the ranking.
+        units: The candidates that run in ``runs_in``, in order of the ranking.
         num_units: The number of candidates.
         tolerance: The largest accepted value of the metric.
         value: The metric under the policy, op by op.
@@ -96,19 +96,10 @@ class SearchResult(Report):
         lines += [Text(note) for note in self.notes]
         if not self.units:
             return Group(*lines)
-        is_mixed = any(unit.treatment for unit in self.units)
         is_spread = any(unit.roots for unit in self.units)
-        wanted = {
-            "roots": is_spread,
-            "module": True,
-            "op": True,
-            "treatment": is_mixed,
-            "why": True,
-        }
-        names = [name for name, is_wanted in wanted.items() if is_wanted]
+        names = [*["roots"] * is_spread, "module", "op", "why"]
         table = new_table(*names, folded=names)
         for unit in self.units:
-            roots, treatment = ", ".join(unit.roots), unit.treatment or "fp32"
-            texts = {**vars(unit), "roots": roots, "treatment": treatment}
+            texts = {**vars(unit), "roots": ", ".join(unit.roots)}
             table.add_row(*(texts[name] for name in names))
         return Group(*lines, Text(""), table)

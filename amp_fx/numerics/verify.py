@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -143,13 +141,7 @@ class _Verification:
         if not found:
             return fields
         cause, remedy = self._cause(expected)
-        in_outputs = any(each.what.startswith("output") for each in found)
-        return {
-            **fields,
-            "cause": cause,
-            "remedy": remedy,
-            "first": self._first(remedy, in_outputs=in_outputs),
-        }
+        return {**fields, "cause": cause, "remedy": remedy, "first": self._first(remedy)}
 
     def _compiled(self, more: Mapping[str, Any]) -> Callable[..., Any]:
         """Returns the program compiled by amp_fx, with additional options."""
@@ -204,11 +196,10 @@ class _Verification:
             return NEEDED, {}
         return "Dynamo: what it captures differs, or the program goes on in other graphs", {}
 
-    def _first(self, remedy: dict[str, Any], *, in_outputs: bool) -> OpDifference | None:
+    def _first(self, remedy: dict[str, Any]) -> OpDifference | None:
         """Returns the first op that the remedy changes, or else rewriting; None if unknown.
 
-        Graphs that return all values may be fused otherwise, so that nothing differs. Then the
-        first op is one that differs in a graph that returns the value of this op alone.
+        Graphs that return all values may be fused otherwise, so that nothing differs.
         """
 
         def trace(more: Mapping[str, Any], **settings: Any) -> Trace:
@@ -218,44 +209,15 @@ class _Verification:
             return found
 
         try:
-            if not remedy and self.policy != preset("torch"):
+            if remedy:
+                reference = trace(remedy)
+            elif self.policy == preset("torch"):
+                reference = trace({"compiler": "eager"}, is_rewritten=False)
+            else:
                 return None
-            if not remedy:
-                native = trace({"compiler": "eager"}, is_rewritten=False)
-                return next(op_differences(native, trace({})), None)
-            first = next(op_differences(trace(remedy), trace({})), None)
-            stage = "forward" if in_outputs else "backward"
-            if first is not None and first.stage in ("forward", stage):
-                return first
-            with torch.set_grad_enabled(
-                not in_outputs
-            ):  # a backward's saved values are written too
-                return _first_alone(trace(remedy), stage, lambda n: trace({}, only=n)) or first
+            return next(op_differences(reference, trace({})), None)
         except Exception:  # noqa: BLE001 - the comparison is valid without the op
             return None
-
-
-def _first_alone(
-    reference: Trace, stage: str, trace: Callable[[int], Trace]
-) -> OpDifference | None:
-    """Returns the first op that differs from a reference, of traces of one value each."""
-
-    @functools.cache
-    def difference(number: int) -> OpDifference | None:
-        expected = Trace("")
-        expected.ops.append(dataclasses.replace(reference.ops[number], inputs=()))
-        return next(op_differences(expected, trace(number)), None)
-
-    # Casts of weights depend on no other op; those between two ops would mislead the search.
-    ops = enumerate(reference.ops)
-    numbers = [number for number, op in ops if op.stage == stage and op.inputs]
-    place = bisect.bisect_left(numbers, True, key=lambda n: difference(n) is not None)
-    if place == len(numbers):
-        return None
-    number = numbers[place]
-    while above := [n for n in reference.ops[number].inputs if difference(n) is not None]:
-        number = above[0]
-    return difference(number)
 
 
 def _merged(options: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

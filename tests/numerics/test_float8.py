@@ -278,14 +278,7 @@ def test_search_finds_the_product_that_does_not_stand_float8(recipe: str, tmp_pa
     found = [n for g in explained.graphs for n in g.nodes if n.op == "amp_fx.float8_product"]
     assert len(found) == 7
     assert "the limit of float8_e4m3fn" in result.units[0].why
-    assert set(result.to_dict()["units"][0]) == {
-        "module",
-        "op",
-        "treatment",
-        "why",
-        "order",
-        "roots",
-    }
+    assert set(result.to_dict()["units"][0]) == {"module", "op", "why", "order", "roots"}
 
 
 def test_alike_products_that_all_do_not_stand_it_are_one_line() -> None:

@@ -69,18 +69,6 @@ def test_out_of_questions_the_smallest_set_so_far_is_given() -> None:
     )
 
 
-def test_one_member_takes_the_place_of_two() -> None:
-    """0 and 1 do together, and so does 5 alone."""
-
-    def does(members: tuple[int, ...]) -> bool:
-        return {0, 1} <= set(members) or 5 in members
-
-    plain = Minimizer(range(6), does, 100, first=2).run()
-    assert plain.chosen == (0, 1)
-    merged = Minimizer(range(6), does, 100, first=2, rivals=lambda _a, _b: [4, 5]).run()
-    assert merged == Minimized((5,), is_minimal=True)
-
-
 def questions(size: int, needed: set[int], ranked: list[int]) -> dict[str, int]:
     """How many questions each way takes until it ends."""
     counts: dict[str, int] = {}

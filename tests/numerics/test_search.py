@@ -81,8 +81,7 @@ def test_the_policy_goes_through_a_file(tmp_path: Path) -> None:
     result.policy.save(path)
     assert amp_fx.Policy.load(path) == result.policy
     lines = path.read_text().splitlines()
-    treatments = ("fp32", "lower_precision_wide")
-    entries = [line for line in lines if " = {" in line and any(t in line for t in treatments)]
+    entries = [line for line in lines if 'fp32"' in line]
     assert len(entries) == len(result.units)
     assert "none can be left out" in str(result)
     assert result.to_dict()["evaluations"] == result.evaluations
@@ -114,22 +113,6 @@ def test_alike_layers_are_one_candidate() -> None:
         layer.extra = Scores()
     result = amp_fx.search(net, **F16)(*TinyGPT.inputs())
     assert [(u.module, u.op) for u in result.units] == [("h.*.extra", "matmul")]
-
-
-def test_products_that_need_float32_results_alone() -> None:
-    class Products(nn.Module):
-        def forward(self, scores: Tensor, places: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
-            first = torch.mm(scores, scores.T)  # overflows float16
-            return first, torch.matmul(places, signs)  # integers that float16 has no room for
-
-    scores = torch.full((8, 64), 64.0)
-    places = torch.tensor([2049.0] * 32 + [2048.0] * 32)[None]
-    signs = torch.tensor([1.0] * 32 + [-1.0] * 32)[:, None]
-    result = amp_fx.search(Products(), **F16)(scores, places, signs)
-    assert {u.op: u.treatment for u in result.units} == {"mm": "lower_precision_wide", "matmul": ""}
-    assert 'mm = "lower_precision_wide"' in str(result.policy)
-    assert "lower_precision_wide" in str(result)
-    assert result.value <= F16["tolerance"]
 
 
 def test_nothing_is_changed_where_nothing_is_wrong() -> None:
