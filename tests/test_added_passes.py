@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.exc import BackendCompilerFailed
 
 import amp_fx
-from amp_fx import stats
+from amp_fx import stats, weight_cache
 from amp_fx.backend import added_passes
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.errors import OptionError, PassError
@@ -133,6 +133,19 @@ def test_disabled_passes_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DISABLE_ENVIRONMENT, "fold_casts,sin_to_cos")
     assert names() == ["mark_regions", "wrap_opaque_nodes"]
     torch.testing.assert_close(compiled(program)(X), X.sin())
+
+
+@needs.HOOK
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_equal_casts_of_different_weights_are_counted(num_layers: int) -> None:
+    model = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(num_layers)])
+    torch._dynamo.reset()
+    weight_cache.clear()
+    stats.reset()
+    with torch.no_grad():
+        compiled(model, compiler="aot_eager")(torch.ones(1, 2))
+    assert stats.snapshot()["weight_casts_kept"] == len(weight_cache.stats().values)
+    assert len(weight_cache.stats().values) == 2 * num_layers
 
 
 @needs.HOOK
