@@ -100,16 +100,12 @@ class CallNotes(TorchFunctionMode):
         super().__init__()
         self.function: Callable[..., Any] | None = None
         self.number = 0
-        self.on_backward: Callable[[Any], None] | None = None
-        """Called with what ``Tensor.backward`` is called of, before it runs."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls a function; a higher-order op, such as a branch, in its eager form."""
         if isinstance(func, HigherOrderOperator) and str(func) in EAGER_FORMS:
             with self:
                 return EAGER_FORMS[str(func)](*args, **(kwargs or {}))
-        if func is torch.Tensor.backward and self.on_backward is not None:
-            self.on_backward(args[0])
         outer, self.function = self.function, func
         self.number += 1
         try:

@@ -17,12 +17,16 @@ from amp_fx.explanation.running import leaf_tensors
 from amp_fx.graphs.locations import NodeLocation
 from amp_fx.numerics.places import CallNotes, Places, frames_above
 from amp_fx.numerics.shadow import facts_of, is_custom, is_wrapped, number_of
-from amp_fx.torch_private.autograd import current_autograd_node, latest_sequence_number
+from amp_fx.torch_private.autograd import (
+    current_autograd_node,
+    latest_sequence_number,
+    observing_backwards,
+)
 from amp_fx.torch_private.modes import DisableTorchFunction, TorchDispatchMode
 from amp_fx.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from amp_fx.numerics.state import StateGuard
     from amp_fx.regions.module_paths import ModulePaths
@@ -39,6 +43,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.guard = guard
         self.notes = CallNotes()
         self.places = Places(self.notes, paths)
+        self.on_backward: Callable[[torch.Tensor], None] | None = None
+        """Called with each tensor with which a backward begins, before it runs."""
         self._site_of: dict[int, NodeLocation] = {}
         self._last_number = latest_sequence_number()
 
@@ -53,9 +59,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
-        """Context manager that also notes calls of functions of torch, for places."""
-        with self.notes, self:
+        """Context manager that also notes calls of functions of torch, and backwards."""
+        with observing_backwards(self._begin_backward), self.notes, self:
             yield
+
+    def _begin_backward(self, root: torch.Tensor) -> None:
+        if self.on_backward is not None:
+            self.on_backward(root)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -78,7 +78,7 @@ def _observe_backwards(mode: ShadowMode) -> None:
             mode.roots.append(float(mode.shadows.of(root.detach()).sum()))
         _register_hooks(mode, [root], 1.0)
 
-    mode.notes.on_backward = begins
+    mode.on_backward = begins
 
 
 def _undo_loss_scale(mode: ShadowMode, loss: torch.Tensor | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +15,10 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 from torch.autograd.function import _SingleLevelFunction
 
+from amp_fx.replaced import replaced
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from typing import ParamSpec, TypeVar
 
     P = ParamSpec("P")
@@ -83,6 +86,28 @@ def below_transform(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
         return function(*args, **kwargs)
     with DispatchBelowAutograd(), torch.enable_grad(), _set_fwd_grad_enabled(True):
         return function(*args, **kwargs)
+
+
+def observing_backwards(
+    begins: Callable[[torch.Tensor], None],
+) -> contextlib.AbstractContextManager[None]:
+    """Context that calls a function with each tensor with which a backward of this thread begins.
+
+    A backward is a call that accumulates gradients: ``Tensor.backward`` and
+    ``torch.autograd.backward``, unless the backward of a node calls them.
+
+    Relies on ``torch.autograd._engine_run_backward``, which both call.
+    """
+    run_engine = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    thread = threading.get_ident()
+
+    def run(roots: Sequence[torch.Tensor], *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
+        is_outermost = threading.get_ident() == thread and current_autograd_node() is None
+        for root in roots if accumulate_grad and is_outermost else ():
+            begins(root)
+        return run_engine(roots, *args, accumulate_grad=accumulate_grad, **kwargs)
+
+    return replaced((torch.autograd, "_engine_run_backward", run))
 
 
 def latest_sequence_number() -> int:

@@ -330,7 +330,7 @@ def a_loss_by_hand_in_the_region_and_another_term() -> Any:
     return _loss_by_hand(is_cast_before=False, is_cast_after=True)
 
 
-def _logarithm(*, is_of_loss: bool) -> Any:
+def _logarithm(*, is_of_loss: bool, backward: Any = Tensor.backward) -> Any:
     model, head = net(), nn.Linear(16, 16)
 
     def step(x: Tensor, y: Tensor) -> None:
@@ -338,7 +338,7 @@ def _logarithm(*, is_of_loss: bool) -> Any:
             logs = model(x).softmax(-1).log()  # here
             logs = logs if is_of_loss else head(logs).float().log_softmax(-1)
         loss = -logs.gather(1, y[:, None]).float().mean()
-        loss.backward()
+        backward(loss)
 
     return step, batch(), {}
 
@@ -346,6 +346,18 @@ def _logarithm(*, is_of_loss: bool) -> Any:
 @planted("loss_low")
 def a_logarithm_of_a_loss_by_hand() -> Any:
     return _logarithm(is_of_loss=True)
+
+
+@planted("loss_low")
+def a_backward_of_a_function() -> Any:
+    return _logarithm(is_of_loss=True, backward=torch.autograd.backward)
+
+
+@planted("loss_low")
+def a_backward_of_several_losses() -> Any:
+    return _logarithm(
+        is_of_loss=True, backward=lambda loss: torch.autograd.backward([loss * 2, loss])
+    )
 
 
 @sound("loss_low")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from amp_fx.torch_private import autocast, autograd, modes, modules, pytree, tensors
 from amp_fx.weights.spread import part_of
@@ -203,6 +205,24 @@ def test_nodes_of_autograd_have_numbers_and_can_be_found() -> None:
     y.register_hook(lambda _: found.append(autograd.current_autograd_node()))  # type: ignore[no-untyped-call]
     y.sum().backward()  # type: ignore[no-untyped-call]
     assert len(found) == 1
+
+
+def test_the_tensors_are_known_with_which_a_backward_begins() -> None:
+    def checkpointed(x: torch.Tensor) -> torch.Tensor:
+        call: Any = functools.partial(checkpoint, use_reentrant=True)
+        return call(torch.sin, x)  # type: ignore[no-any-return]
+
+    roots: list[torch.Tensor] = []
+    x = torch.ones(2, requires_grad=True)
+    losses = [checkpointed(x).sum() for _ in range(3)]
+    with autograd.observing_backwards(roots.append):
+        torch.autograd.grad(x.sin().sum(), x)
+        losses[0].backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(losses[1:])
+        thread = threading.Thread(target=x.sin().sum().backward)
+        thread.start()
+        thread.join()
+    assert [id(root) for root in roots] == [id(loss) for loss in losses]
 
 
 def test_views_can_have_the_negative_bit() -> None:

@@ -140,11 +140,11 @@ class _Audit:
             updates,
             ScalerRule(mode, self.scalers),
         ]
-        mode.notes.on_backward = losses.see_root
+        mode.on_backward = losses.see_root
         hooks = contextlib.nullcontext() if not counts_saved else _saved_by(mode)
         torch.clear_autocast_cache()
         try:
-            with mode.regions, regions_of_compiled(self.step), updates, hooks, mode.notes, mode:
+            with mode.regions, regions_of_compiled(self.step), updates, hooks, mode.observing():
                 loss = loss_of(call_with_paths(paths, call, *args, **kwargs), None)
                 value = None if loss is None else loss.detach().clone()
                 mode.regions.close()
@@ -168,8 +168,6 @@ class _Audit:
                     "the step neither calls backward() nor returns a loss, a floating-point scalar "
                     "that requires gradients: give amp_fx.audit a whole training step"
                 )
-            if mode.notes.on_backward is not None:
-                mode.notes.on_backward(loss)
             if self.optimizer is not None:
                 self.optimizer.zero_grad()
             scaled = loss if self.scaler is None else self.scaler.scale(loss)
