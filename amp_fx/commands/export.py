@@ -38,6 +38,7 @@ def run(args: argparse.Namespace) -> int:
         dynamic_shapes=_dynamic_shapes(args.dynamic, inputs),
         strict=args.strict,
         weights=args.weights,
+        fold_batch_norm=args.fold_batch_norm,
     )
     _write(program, args)
     size = sum(p.numel() * p.itemsize for p in [*model.parameters(), *model.buffers()])

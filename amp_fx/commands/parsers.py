@@ -122,6 +122,9 @@ def add_export(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--strict", action="store_true", help="capture with Dynamo")
     parser.add_argument(
+        "--fold-batch-norm", action="store_true", help="fold batch norms into convolutions"
+    )
+    parser.add_argument(
         "--package",
         action="store_true",
         help="compile with AOTInductor, for torch._inductor.aoti_load_package and C++",

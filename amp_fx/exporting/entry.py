@@ -54,6 +54,7 @@ def export(
     dynamic_shapes: Any = None,
     strict: bool = False,
     weights: str = "low",
+    fold_batch_norm: bool = False,
 ) -> ExportedProgram:
     """Exports a model for inference in mixed precision, with casts as ops of the program.
 
@@ -85,6 +86,9 @@ def export(
         weights: ``"low"`` stores parameters, buffers and constants in a low dtype if they are only
             read in that dtype; tensors that share memory are stored once. ``"float32"`` does not
             convert weights; the program contains their casts.
+        fold_batch_norm: Whether batch norms in evaluation mode are folded into the convolutions
+            before them, which saves nodes and roundings. Results then differ from eager autocast's
+            by roundings.
 
     Returns:
         A new program. Weights that are not converted share memory with the model.
@@ -104,13 +108,14 @@ def export(
     if device_type is not None and device_type not in options.policy.tables:
         allowed = ", ".join(map(repr, options.policy.tables))
         raise OptionError(f"device_type={device_type!r} is not one of {allowed}")
+    rewriting = {"stores_low": weights == "low", "folds_batch_norm": fold_batch_norm}
     if isinstance(model, ExportedProgram):
         if args is not None or kwargs is not None or dynamic_shapes is not None:
             raise OptionError(
                 "args, kwargs and dynamic_shapes do not apply to an exported program: omit them"
             )
         with with_cuda_regions():
-            return _export_program(model, options, device_type, stores_low=weights == "low")
+            return _export_program(model, options, device_type, rewriting)
     if not isinstance(model, torch.nn.Module):
         raise ArgumentTypeError(
             f"amp_fx.export expects a torch.nn.Module or an exported program, got {model!r}"
@@ -127,7 +132,7 @@ def export(
             kwargs,
             options,
             device_type,
-            stores_low=weights == "low",
+            rewriting,
             dynamic_shapes=dynamic_shapes,
             strict=strict,
         )
@@ -155,7 +160,10 @@ def _checked(dtype: Any, policy: Any, output_dtype: Any, weights: Any) -> Option
 
 @working("exporting a program")
 def _export_program(
-    program: ExportedProgram, options: Options, device_type: str | None, *, stores_low: bool
+    program: ExportedProgram,
+    options: Options,
+    device_type: str | None,
+    rewriting: Mapping[str, bool],
 ) -> ExportedProgram:
     devices = graph_devices(program.graph_module)
     region = _region(devices, options, device_type, is_captured_inside=False)
@@ -165,7 +173,7 @@ def _export_program(
         output_dtypes = plain_output_dtypes(program, region)
     else:
         output_dtypes = written_dtypes(program)
-    return rewrite_program(program, region, output_dtypes, stores_low=stores_low)
+    return rewrite_program(program, region, output_dtypes, **rewriting)
 
 
 @working("exporting a module")
@@ -175,8 +183,7 @@ def _export_module(
     kwargs: Mapping[str, Any] | None,
     options: Options,
     device_type: str | None,
-    *,
-    stores_low: bool,
+    rewriting: Mapping[str, bool],
     **export_options: Any,
 ) -> ExportedProgram:
     devices = devices_of(model, args, kwargs)
@@ -194,7 +201,7 @@ def _export_module(
                 f"the model returns {len(program.graph_signature.output_specs)} outputs under "
                 f"autocast and {len(output_dtypes)} without it: pass output_dtype='autocast'"
             )
-    return rewrite_program(program, region, output_dtypes, stores_low=stores_low)
+    return rewrite_program(program, region, output_dtypes, **rewriting)
 
 
 def _region(

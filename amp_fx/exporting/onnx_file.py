@@ -33,6 +33,7 @@ from amp_fx.progress import working
 from amp_fx.regions.state import no_autocast
 from amp_fx.torch_private import pytree
 from amp_fx.torch_private.onnx import without_folded_batch_norms
+from amp_fx.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
     import os
@@ -148,7 +149,8 @@ def _in_form(exported: ExportedProgram, target: OnnxRuntime) -> ExportedProgram:
     _annotate(gm, exported.graph_module.meta.get(REGION))
     exported = with_graph(exported, gm, ())
     with no_autocast():
-        exported = exported.run_decompositions({})  # only decomposes ops that write
+        if not _is_functional(gm):
+            exported = exported.run_decompositions({})  # only decomposes ops that write
         gm = copied_graph(exported)
         passes = (
             OpenFloat32Products(),
@@ -157,11 +159,17 @@ def _in_form(exported: ExportedProgram, target: OnnxRuntime) -> ExportedProgram:
         run_passes(gm, passes, check=False)
     for graph in graphs_in(gm):
         for node in graph.nodes:
-            if CAST.is_on(node):
+            if CAST.is_on(node) and _reason_of(node) is None:
                 _put_reason(node, f"inserted cast: {CAST.of(node).reason}")
     clean(gm)
     written = written_inputs(exported.graph_signature)
     return without_gradients(with_graph(exported, gm, written))
+
+
+def _is_functional(gm: fx.GraphModule) -> bool:
+    """Returns True if no op of a graph writes to its inputs."""
+    targets = [node.target for graph in graphs_in(gm) for node in graph.nodes]
+    return not any(isinstance(op, OpOverload) and op._schema.is_mutable for op in targets)
 
 
 _REASON = "amp_fx.reason"
@@ -176,6 +184,10 @@ def _annotate(gm: fx.GraphModule, region: ExportRegion | None) -> None:
                 kind = "cast" if CAST.is_on(node) else "op"
                 _, reason = origin_and_reason(node, kind, region.state, "")
                 _put_reason(node, reason)
+
+
+def _reason_of(node: fx.Node) -> str | None:
+    return (CUSTOM.get(node) or {}).get(_REASON)
 
 
 def _put_reason(node: fx.Node, reason: str) -> None:
@@ -231,7 +243,7 @@ def _key_name(key: Any) -> str:
 def _add_reasons(written: Any) -> None:
     """Copies the annotations of nodes to the metadata of the ONNX nodes that they became."""
     reasons = {
-        node.name: (CUSTOM.get(node) or {}).get(_REASON)
+        node.name: _reason_of(node)
         for graph in graphs_in(written.exported_program.graph_module)
         for node in graph.nodes
     }

@@ -17,7 +17,7 @@ from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import set_value, storage_id, value_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
     from torch.export.graph_signature import ExportGraphSignature
 
@@ -102,12 +102,21 @@ def written_inputs(signature: ExportGraphSignature) -> set[str]:
 
 
 def with_graph(
-    program: ExportedProgram, gm: fx.GraphModule, written: Collection[str]
+    program: ExportedProgram,
+    gm: fx.GraphModule,
+    written: Collection[str],
+    changed: Mapping[str, torch.Tensor] | None = None,
 ) -> ExportedProgram:
     """Returns a program with another graph, and weights in the dtypes of its placeholders.
 
     Weights whose dtype does not change share memory with the original program, unless the graph
     writes them.
+
+    Args:
+        program: The original program.
+        gm: The graph.
+        written: Names of the placeholders that the graph writes.
+        changed: Other values of weights, by the names of their placeholders.
     """
     placeholders = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     copies: dict[Any, torch.Tensor] = {}  # tensors with several names are copied once
@@ -115,6 +124,9 @@ def with_graph(
     for spec in program.graph_signature.input_specs:
         if spec.kind not in WEIGHTS:
             continue
+        if changed and spec.arg.name in changed:
+            values = state_dict if spec.target in state_dict else constants
+            values[str(spec.target)] = _like(changed[spec.arg.name], values[str(spec.target)])
         dtype = value_of(placeholders[spec.arg.name]).dtype
         for values in (state_dict, constants):
             if spec.target in values:
@@ -162,6 +174,12 @@ def without_gradients(program: ExportedProgram) -> ExportedProgram:
         if isinstance(value_of(node), torch.Tensor):
             set_value(node, value_of(node).detach())
     return program
+
+
+def _like(new: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a new value of a tensor or parameter."""
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(new, tensor.requires_grad) if is_parameter else new
 
 
 def _copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

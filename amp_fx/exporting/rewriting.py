@@ -12,6 +12,7 @@ from torch import fx
 from amp_fx.backend.added_passes import with_added
 from amp_fx.backend.pipeline import run_passes
 from amp_fx.errors import UnsupportedError
+from amp_fx.exporting.batch_norms import fold_batch_norms
 from amp_fx.exporting.other_device import captured_on, move
 from amp_fx.exporting.program import (
     REGION,
@@ -210,6 +211,7 @@ def rewrite_program(
     output_dtypes: Dtypes,
     *,
     stores_low: bool,
+    folds_batch_norm: bool = False,
     observer: Observer | None = None,
 ) -> ExportedProgram:
     """Returns a program with casts as ops.
@@ -219,6 +221,7 @@ def rewrite_program(
         region: The region around the program.
         output_dtypes: For each output, the dtype to cast it to, or None.
         stores_low: Whether weights that are only read in a low dtype are stored in it.
+        folds_batch_norm: Whether batch norms are folded into convolutions.
         observer: Observes each pass.
 
     Raises:
@@ -228,6 +231,11 @@ def rewrite_program(
     gm = graph_to_rewrite(program, region.device)
     tensors = tensors_by_input(program)
     written = written_inputs(program.graph_signature)
+    folded: dict[str, torch.Tensor] = {}
+    if folds_batch_norm:
+        run_passes(gm, [InlineRegions()])
+        constants = {name: tensor for name, tensor in tensors.items() if name not in written}
+        folded = fold_batch_norms(gm.graph, constants)
     groups = tuple(
         group for group in groups_by_storage(tensors) if stores_low and written.isdisjoint(group)
     )
@@ -249,7 +257,7 @@ def rewrite_program(
     clean(gm)
     if region.device is not None:
         move(gm, _device_of(program))
-    return with_graph(program, gm, written)
+    return with_graph(program, gm, written, folded)
 
 
 def _reject_float8(gm: torch.fx.GraphModule) -> None:

@@ -327,3 +327,55 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         amp_fx.to_onnx(program, tmp_path / "nowhere" / "model.onnx")
     with pytest.raises(ArgumentTypeError, match="expects an exported program"):
         amp_fx.to_onnx(mlp(), tmp_path / "model.onnx")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("dtype", LOW)
+def test_folded_batch_norms(dtype: torch.dtype, has_bias: bool, tmp_path: Path) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=has_bias),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, groups=2, bias=has_bias),
+        nn.BatchNorm2d(8),
+    )
+    with_statistics(model)
+    before, x = model.state_dict(), torch.randn(2, 3, 8, 8)
+    program = amp_fx.export(model, (x,), dtype=dtype, fold_batch_norm=True)
+    file = written(program, tmp_path)
+    assert ops(file) == {"Cast": 2, "Conv": 2, "Relu": 1}
+    with torch.no_grad():
+        low = nn.Sequential(
+            nn.utils.fuse_conv_bn_eval(model[0], model[1]),  # type: ignore[type-var]
+            nn.ReLU(),
+            nn.utils.fuse_conv_bn_eval(model[3], model[4]),  # type: ignore[type-var]
+        ).to(dtype)
+        expected = low(x.to(dtype)).float()
+    [found] = onnx_nodes.run(file, x)
+    torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-2)
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
+def test_batch_norms_that_cannot_be_folded(tmp_path: Path) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+            self.large, self.wide = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            result: Tensor = self.norm(self.conv(self.norm(y) + y)) + self.wide(self.large(x))
+            return result
+
+    model, x = Shared().eval(), torch.randn(2, 3, 4, 4)
+    assert model.wide.running_var is not None
+    model.wide.running_var.fill_(1e-12)
+    model.wide.eps = 1e-12
+    programs = [
+        amp_fx.export(model, (x,), dtype=torch.float16, fold_batch_norm=folds)
+        for folds in (True, False)
+    ]
+    files = [written(program, tmp_path) for program in programs]
+    assert ops(files[0]) == ops(files[1])
+    torch.testing.assert_close(programs[0].module()(x), programs[1].module()(x), rtol=0, atol=0)
