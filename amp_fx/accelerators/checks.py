@@ -168,14 +168,13 @@ def check_gradients(target: Target) -> Iterator[Comparison]:
 
 
 def _compare_gradients(target: Target) -> str:
-    generator = torch.Generator("cpu").manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     exact = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
-    exact.to("cpu")
     with torch.no_grad():
         for param in exact.parameters():
-            param.copy_(torch.randn(param.shape, generator=generator, device="cpu") / 3)
-    x = torch.randn(8, 8, generator=generator, device="cpu")
-    y = torch.arange(8, device="cpu") % 4
+            param.copy_(torch.randn(param.shape, generator=generator) / 3)
+    x = torch.randn(8, 8, generator=generator)
+    y = torch.arange(8) % 4
     with target.region():
         grads = _gradients(copy.deepcopy(exact).to(target.device_type), *target.tensors((x, y)))
     for grad, exact_grad in zip(grads, _gradients(exact, x, y), strict=True):
@@ -226,9 +225,9 @@ def _stepped(target: Target, places: tuple[str, ...], factor: float, at_fault: i
     """
     scaler_type: Any = torch.amp.GradScaler
     scaler = scaler_type(target.device_type, init_scale=8.0, growth_interval=1)
-    params = [nn.Parameter(torch.ones(5, device="cpu").to(place)) for place in places]
+    params = [nn.Parameter(torch.ones(5).to(place)) for place in places]
     optimizer = torch.optim.SGD(params, lr=1.0, foreach=False)
-    factors = [torch.ones(5, device="cpu") for _ in places]
+    factors = [torch.ones(5) for _ in places]
     factors[at_fault][-1] = factor
     losses = [
         (param * other.to(param.device)).sum() for param, other in zip(params, factors, strict=True)
@@ -243,7 +242,7 @@ def _stepped(target: Target, places: tuple[str, ...], factor: float, at_fault: i
 
 def _square(target: Target, dtype: torch.dtype = FLOAT32) -> torch.Tensor:
     """Returns a matrix on the device."""
-    moved: torch.Tensor = target.tensors(torch.eye(4, dtype=dtype, device="cpu"))
+    moved: torch.Tensor = target.tensors(torch.eye(4, dtype=dtype))
     return moved
 
 

@@ -126,11 +126,12 @@ def _checked_dtypes(
 
 @contextlib.contextmanager
 def _unchanged_state() -> Iterator[None]:
-    """Context outside of regions, which restores the state of autocast and other defaults."""
+    """Context outside of regions, with torch's default settings. Restores the previous ones."""
     default_dtype = torch.get_default_dtype()
     try:
         torch.set_default_dtype(torch.float32)
         with (
+            torch.device("cpu"),  # the default device
             random_states_kept(),
             left_on_error(),
             no_autocast(),

@@ -30,11 +30,11 @@ class Floats:
 
     def tensor(self) -> torch.Tensor:
         """Returns the tensor, which has the same numbers in each call."""
-        numbers = torch.arange(math.prod(self.shape), dtype=torch.float32, device="cpu")
+        numbers = torch.arange(math.prod(self.shape), dtype=torch.float32)
         values = (numbers * _GOLDEN % 1 * 0.75 + 0.125).reshape(self.shape)
         if len(self.shape) != 2 or self.shape[0] != self.shape[1]:
             return values
-        diagonal = torch.eye(self.shape[0], dtype=torch.float32, device="cpu") / 2
+        diagonal = torch.eye(self.shape[0], dtype=torch.float32) / 2
         return (values + values.T) / 8 + diagonal
 
 
@@ -47,7 +47,7 @@ class Integers:
 
     def tensor(self) -> torch.Tensor:
         """Returns the tensor."""
-        return torch.tensor(self.values, dtype=self.dtype, device="cpu")
+        return torch.tensor(self.values, dtype=self.dtype)
 
 
 def sample_arguments(op: OpOverload) -> tuple[Any, ...]:
@@ -80,7 +80,6 @@ _FILLERS: dict[str, Any] = {
 _BATCH, _HEADS = Floats(2, 3, 4), Floats(1, 2, 4, 8)
 _PLANE, _VOLUME = Floats(1, 2, 5, 5), Floats(1, 2, 5, 5, 5)
 _CLASSES = Integers([0, 2, 1, 3])
-_GATES = Floats(4, 12), Floats(4, 4)
 
 
 def _convolution(num_dims: int, *, bias: bool = True) -> tuple[Any, ...]:
@@ -89,8 +88,13 @@ def _convolution(num_dims: int, *, bias: bool = True) -> tuple[Any, ...]:
     return Floats(1, 2, *sizes[0]), Floats(2, 2, *sizes[1]), Floats(2) if bias else None
 
 
+def _gates(size: int) -> tuple[Floats, ...]:
+    """Two weights and two biases of a recurrent cell."""
+    return Floats(size, 4), Floats(size, 4), Floats(size), Floats(size)
+
+
 _CONVOLVED = (*_convolution(2), [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
-_CELL = Floats(2, 4), Floats(2, 4)
+_STATE = Floats(2, 4)
 _GRID = Floats(1, 3, 3, 2), 0, 0, False
 _GRID_3D = Floats(1, 3, 3, 3, 3), 0, 0, False
 
@@ -124,12 +128,12 @@ _SAMPLES: dict[str, tuple[Any, ...]] = {
         *(4, 2),
         *(Floats(12, 4), Floats(12), _SQUARE, Floats(4)),
     ),
-    "rnn_tanh_cell": (*_CELL, _SQUARE, _SQUARE),
-    "rnn_relu_cell": (*_CELL, _SQUARE, _SQUARE),
-    "gru_cell": (*_CELL, Floats(12, 4), Floats(12, 4)),
-    "lstm_cell": (_CELL[0], [*_CELL], Floats(16, 4), Floats(16, 4)),
-    "_thnn_fused_gru_cell": (Floats(2, 12), Floats(2, 12), Floats(2, 4)),
-    "_thnn_fused_lstm_cell": (Floats(2, 16), Floats(2, 16), Floats(2, 4)),
+    "rnn_tanh_cell": (_STATE, _STATE, *_gates(4)),
+    "rnn_relu_cell": (_STATE, _STATE, *_gates(4)),
+    "gru_cell": (_STATE, _STATE, *_gates(12)),
+    "lstm_cell": (_STATE, [_STATE, _STATE], *_gates(16)),
+    "_thnn_fused_gru_cell": (Floats(2, 12), Floats(2, 12), _STATE, Floats(12), Floats(12)),
+    "_thnn_fused_lstm_cell": (Floats(2, 16), Floats(2, 16), _STATE, Floats(16), Floats(16)),
     "mkldnn_rnn_layer": (
         *(Floats(3, 2, 4), Floats(16, 4), Floats(16, 4), Floats(16), Floats(16)),
         *(Floats(1, 2, 4), Floats(1, 2, 4)),

@@ -56,7 +56,7 @@ class Target:
 
     def _has(self, dtype: torch.dtype) -> bool:
         try:
-            self.tensors(torch.zeros(1, dtype=dtype, device="cpu"))
+            self.tensors(torch.zeros(1, dtype=dtype))
         except Exception as error:  # noqa: BLE001, many chips have no float64
             self.failure(error)
             return False
@@ -105,7 +105,7 @@ class Target:
         """
         try:
             with no_autocast():
-                one = torch.ones(1, dtype=torch.float32, device="cpu").to(self.device_type)
+                one = torch.ones(1, dtype=torch.float32).to(self.device_type)
                 is_alive = (one + one).cpu().item() == 2.0
         except Exception as error:
             raise UnsupportedError(f"{problem} ({_first_sentence(error)})") from error

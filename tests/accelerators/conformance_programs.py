@@ -48,6 +48,7 @@ def in_a_busy_program() -> Iterator[None]:
         torch.autocast("cpu", torch.float16, cache_enabled=False),
         torch.autocast(DEVICE, torch.bfloat16) if has_autocast else contextlib.nullcontext(),
         torch.no_grad(),
+        torch.device("meta"),  # the default device
     ):
         before = state()
         yield
@@ -176,6 +177,23 @@ def a_device_whose_dtype_cannot_be_computed() -> None:
     assert any("float16 is not implemented" in result.got for result in report.failures)
 
 
+def a_chip_without_float64() -> None:
+    """It cannot hold such tensors, so that autocast cannot cast them."""
+    amp_fx.register_device(DEVICE, dtypes=LOW)
+    move, refused = torch.Tensor.to, []
+
+    def to(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if x.dtype is torch.float64 and DEVICE in args:
+            refused.append(x)
+            raise RuntimeError("my_device has no float64")
+        return move(x, *args, **kwargs)
+
+    torch.Tensor.to = to  # type: ignore[assignment, method-assign]
+    report = amp_fx.conformance(DEVICE, "bfloat16")
+    assert report.passed, report
+    assert refused
+
+
 def lists_of_ones_own() -> None:
     """A policy file changes what is expected; so does a table of ``register_device``."""
     policy = amp_fx.preset("torch").with_ops({"softmax": "lower_precision_fp"})
@@ -232,6 +250,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
         the_device_gets_lost,
         wrong_arguments,
         a_device_whose_dtype_cannot_be_computed,
+        a_chip_without_float64,
         lists_of_ones_own,
         registered_tables_hold,
         the_command_prints_tables_and_json,

@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import io
+import itertools
 import logging
 import sys
 from pathlib import Path
@@ -16,11 +17,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import amp_fx
 from amp_fx import csrc, preset
+from amp_fx.accelerators.samples import sample_arguments
+from amp_fx.regions.autocast_kernels import find_op
 from amp_fx.tables.presets import device_table
 from tests.parity.oracle import bits
 from tests.tables.measure import measured_table
@@ -103,6 +107,41 @@ def the_lists_hold_in_eager_code() -> None:
     """Measured at the Autograd kernels, as the tables of torch's own devices are."""
     assert measured_table(DEVICE) == device_table()
     assert preset("torch").tables[DEVICE] == device_table()
+
+
+@program
+def listed_ops_compile_to_the_bits_of_eager_autocast() -> None:
+    for dtype, kind in itertools.product(LOW, (torch.float32, None)):
+        found = (listed_call(name, kind or dtype, dtype) for name in device_table())
+        calls = [call for call in found if call]
+        assert len(calls) > 110
+        for start in range(0, len(calls), 20):
+            ops, arguments = zip(*calls[start : start + 20], strict=True)
+
+            def run(arguments: Any, ops: Any = ops) -> list[Any]:
+                return [op(*args) for op, args in zip(ops, arguments, strict=True)]
+
+            with torch.autocast(DEVICE, dtype), torch.no_grad():
+                native = tree_leaves(run(arguments))
+                ours = tree_leaves(compiled(run, compiler="eager")(arguments))
+            assert len(native) == len(ours) >= len(ops)
+            assert all(map(is_equal, native, ours)), ops
+
+
+def listed_call(name: str, kind: torch.dtype, dtype: torch.dtype) -> tuple[Any, Any] | None:
+    """An op and arguments with a dtype; None if it is banned, or has no kernel."""
+    op: Any = find_op(name)
+    args = tree_map_only(
+        torch.Tensor,
+        lambda t: t.to(DEVICE, kind if t.is_floating_point() else t.dtype),
+        sample_arguments(op),
+    )
+    try:
+        with torch.autocast(DEVICE, dtype), torch.no_grad():
+            op(*args)
+    except RuntimeError:
+        return None
+    return op, args
 
 
 @program
