@@ -25,8 +25,14 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from amp_fx.graphs.casts import WHOLE_VIEWS, evaluate, is_reinterpreting, narrowing_cast, narrows
-from amp_fx.graphs.collectives import op_name
+from amp_fx.graphs.casts import (
+    WHOLE_VIEWS,
+    evaluate,
+    is_reinterpreting,
+    narrowing_cast,
+    narrows,
+    op_name,
+)
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.passes.base import PassResult
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from amp_fx.graphs.collectives import op_name
+from amp_fx.graphs.casts import op_name
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.passes.base import PassResult
 from amp_fx.weights.pack import CannotPackError

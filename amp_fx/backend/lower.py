@@ -24,7 +24,6 @@ from amp_fx.backend.disk_caches import without_autograd_cache
 from amp_fx.backend.numerics import inductor_config, is_strict, uses_inductor
 from amp_fx.backend.pipeline import aot_passes, packing_passes, run_passes
 from amp_fx.graphs.bodies import copy_graph_module
-from amp_fx.graphs.collectives import collective_bytes
 from amp_fx.graphs.metadata import SITE, VALUE
 from amp_fx.passes.lay_out_convolutions import LayOutConvolutions
 from amp_fx.stats import record
@@ -318,12 +317,9 @@ def rewrite_graph(
         is_strict=is_strict(options),
         packing=packing,
     )
-    num_sent = collective_bytes(gm.graph)
     reports = run_passes(gm, with_added(passes, (), options.disable_passes, is_aot=True))
     for report in reports if graph.is_counted else ():
         record(report.counts)
-    if num_sent and graph.is_counted:
-        record({"bytes_sent_before": num_sent, "bytes_sent": collective_bytes(gm.graph)})
     planned: CachePlan = gm.meta.pop(PLAN, CachePlan())  # keys of caches contain ``gm.meta``
     planned.log_reasons()
     return planned

@@ -10,13 +10,13 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.graphs.collectives import op_name
 from amp_fx.graphs.metadata import CAST, VALUE
 from amp_fx.graphs.records import Cast
 from amp_fx.graphs.values import value_of, version_of
 from amp_fx.policies.calls import TO_COPY
 from amp_fx.torch_private import pytree
 from amp_fx.torch_private.fake_tensors import detect_fake_mode
+from amp_fx.torch_private.ops import OpOverload
 
 CAPTURED_DTYPE = "captured dtype"
 """Reason of casts to the captured dtype, for ops that reject mixtures of dtypes."""
@@ -97,6 +97,11 @@ _LOSSLESS = {
 def is_widening(source: torch.dtype, target: torch.dtype) -> bool:
     """Returns True if a cast from ``source`` to ``target`` is lossless."""
     return target in _LOSSLESS.get(source, ())
+
+
+def op_name(node: fx.Node) -> str:
+    """Returns an op's name without its overload, such as ``"aten::view"``; ``""`` for non-ops."""
+    return str(node.target._schema.name) if isinstance(node.target, OpOverload) else ""
 
 
 WHOLE_VIEWS = frozenset(

@@ -12,8 +12,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
-from amp_fx.graphs.collectives import collective_bytes
 from amp_fx.passes.narrow_gathers import NarrowGathers
+from tests.traffic.collectives import collective_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from amp_fx.backend.lower import AotGraph
-from amp_fx.graphs.collectives import collective_bytes
 from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import tensors_in
 from amp_fx.replaced import replaced
 from amp_fx.weights.aliases import viewed_by
+from tests.traffic.collectives import collective_bytes
 from tests.traffic.kernels import kernel_of
 
 if TYPE_CHECKING:

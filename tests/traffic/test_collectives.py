@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from amp_fx.graphs.collectives import collective_bytes
 from tests.passes.test_narrow_gathers import Building, c10d
+from tests.traffic.collectives import collective_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
