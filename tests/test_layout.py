@@ -97,8 +97,10 @@ def test_nothing_imports_a_layer_above() -> None:
     assert found == {}
 
 
-WITHOUT_CIRCLES = ("graphs", "policies", "regions", "tables")
-"""Folders in which no file imports itself through others, also for types or inside functions."""
+WITH_CIRCLES = ("backend", "explanation", "numerics", "weights")
+"""Folders in which a file still imports itself through others. No folder is added here."""
+
+FOLDERS = sorted(path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "_")
 
 
 def name_of(path: Path) -> str:
@@ -125,8 +127,9 @@ def test_circles_are_found() -> None:
     assert circles(texts) == [{"amp_fx.a", "amp_fx.b", "amp_fx.c"}]
 
 
-@pytest.mark.parametrize("folder", WITHOUT_CIRCLES)
-def test_no_folder_has_a_circle_of_imports(folder: str) -> None:
+@pytest.mark.parametrize("folder", [name for name in FOLDERS if name not in WITH_CIRCLES])
+def test_folders_have_no_circle_of_imports(folder: str) -> None:
+    """Also none of types, and none of imports inside functions."""
     paths = (ROOT / folder).rglob("*.py")
     assert circles({name_of(path): source(path) for path in paths}) == []
 

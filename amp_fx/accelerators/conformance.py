@@ -13,11 +13,10 @@ from amp_fx.accelerators.cpp import device_lists
 from amp_fx.accelerators.report import CheckResult, ConformanceReport
 from amp_fx.accelerators.target import Target, supports
 from amp_fx.dtypes import as_dtype, dtype_name
-from amp_fx.eager.region import check_device_type
 from amp_fx.errors import OptionError, UnsupportedError
 from amp_fx.policies.policy import as_policy
 from amp_fx.random_states import random_states_kept
-from amp_fx.regions.state import left_on_error, no_autocast
+from amp_fx.regions.state import check_device_type, left_on_error, no_autocast
 from amp_fx.torch_private.autocast import privateuse1_name
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 from torch.autograd.function import FunctionCtx
 
-from amp_fx.eager.region import check_device_type
 from amp_fx.errors import OptionError
+from amp_fx.regions.state import check_device_type
 from amp_fx.torch_private.autocast import cast_tensors
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from amp_fx.policies import policy as policy_module
 from amp_fx.policies.policy import Policy, as_policy, preset
 from amp_fx.regions import policy_numbers
 from amp_fx.regions.policy_numbers import interned, number_of, pin
-from amp_fx.regions.state import autocast_device_types
+from amp_fx.regions.state import autocast_device_types, check_device_type
 
 if TYPE_CHECKING:
     import os
@@ -101,19 +101,6 @@ def _checked_dtype(dtype: object) -> Any:
             f"dtype={dtype!r} is not a dtype: pass torch.bfloat16, torch.float16 or a name of one"
         )
     return parsed
-
-
-def check_device_type(device_type: object) -> None:
-    """Raises an error unless autocast supports a device type."""
-    supported = autocast_device_types()
-    if isinstance(device_type, str) and device_type in supported:
-        return
-    allowed = ", ".join(map(repr, supported))
-    if isinstance(device_type, str) and device_type.partition(":")[0] in supported:
-        hint = "pass the type without an index"
-    else:
-        hint = "or add a PrivateUse1 backend with amp_fx.register_device"
-    raise RegionError(f"device_type={device_type!r} cannot autocast; use {allowed} ({hint})")
 
 
 class _Active(threading.local):

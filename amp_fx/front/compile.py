@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
-from amp_fx.eager.region import check_device_type
 from amp_fx.errors import ArgumentTypeError, OptionError, did_you_mean
 from amp_fx.front.settings import RegionSettings, is_missing, unwrap
 from amp_fx.options import NAMES, Options, as_low_dtype, as_output_dtype
 from amp_fx.policies.policy import as_policy
+from amp_fx.regions.state import check_device_type
 
 if TYPE_CHECKING:
     import os

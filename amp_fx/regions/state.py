@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from amp_fx.errors import RegionError
 from amp_fx.regions.policy_numbers import interned
 from amp_fx.torch_private.autocast import DisableAutocast, is_any_autocast_enabled, privateuse1_name
 
@@ -38,6 +39,19 @@ def autocast_device_types() -> tuple[str, ...]:
     return tuple(
         name for name in names if name != _NO_DEVICE and torch.amp.is_autocast_available(name)
     )
+
+
+def check_device_type(device_type: object) -> None:
+    """Raises an error unless autocast supports a device type."""
+    supported = autocast_device_types()
+    if isinstance(device_type, str) and device_type in supported:
+        return
+    allowed = ", ".join(map(repr, supported))
+    if isinstance(device_type, str) and device_type.partition(":")[0] in supported:
+        hint = "pass the type without an index"
+    else:
+        hint = "or add a PrivateUse1 backend with amp_fx.register_device"
+    raise RegionError(f"device_type={device_type!r} cannot autocast; use {allowed} ({hint})")
 
 
 @dataclasses.dataclass(frozen=True)
