@@ -1,0 +1,177 @@
+"""packing_passes: each step of their order has a graph that comes out otherwise without it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from amp_fx.backend.lower import AotGraph, pack_graph
+from amp_fx.backend.pipeline import packing_passes, run_passes
+from amp_fx.options import Options
+from amp_fx.weights.cpu.few_rows import MAX_ROWS
+from amp_fx.weights.pack import CannotPackError, Constants, packing
+from tests import needs
+from tests.weights.aot_graphs import computed, text, traced, weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from torch import fx
+
+pytestmark = needs.FROZEN_GRAPHS
+
+BF16 = torch.bfloat16
+
+
+def integers(*sizes: int) -> torch.Tensor:
+    """Numbers whose products and sums are exact in bfloat16, so that no order changes them."""
+    return torch.randint(-1, 2, sizes, generator=torch.Generator().manual_seed(0)).float()
+
+
+def linear(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return x.to(BF16) @ w.to(BF16).t()
+
+
+def packed(
+    program: Callable[..., Any], *tensors: torch.Tensor, skipped: Collection[str] = ()
+) -> tuple[fx.GraphModule, Constants]:
+    """Packs the first tensor as a weight of a function of all tensors, without some passes."""
+    gm = traced(program, *tensors)
+    constants = Constants({0: "a"})
+    fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    passes = packing_passes(
+        constants,
+        {0: tensors[0]},
+        fakes,
+        Options(),
+        is_strict=False,
+        is_channels_last="conv" in str(gm.graph),
+    )
+    run = list(passes)
+    for name in skipped:  # the first of that name
+        run.remove(next(each for each in run if each.name == name))
+    with packing(fakes):
+        run_passes(gm, run)
+    return gm, constants
+
+
+def ops(constants: Constants, gm: fx.GraphModule) -> set[str]:
+    """Returns the ops that compute the constants and the new inputs of a packed graph."""
+    plan = constants.plan(gm, (), {})
+    return {op for spec in plan.computed for op in spec.ops}
+
+
+MANY, FEW = integers(2 * MAX_ROWS, 96), integers(1, 96)
+WEIGHT = integers(96, 96)
+
+
+def test_golden_few_rows() -> None:
+    """The weight is rounded and blocked once, and is an input of the graph."""
+    gm, constants = packed(linear, WEIGHT, FEW)
+    assert [line.split(" = ")[1].split("(")[0] for line in text(gm.graph)[:-1]] == [
+        "placeholder",
+        "placeholder",
+        "prims.convert_element_type" if "prims" in str(gm.graph) else "aten._to_copy",
+        "amp_fx.few_rows_product",
+    ]
+    assert {"_to_copy", "clone"} <= ops(constants, gm)
+    gm.recompile()
+    values = computed(constants.specs, [WEIGHT])
+    assert torch.equal(gm(FEW, *values)[0], linear(WEIGHT, FEW))
+
+
+def without(name: str, program: Callable[..., Any], *tensors: torch.Tensor) -> tuple[Any, Any]:
+    """Returns the ops of constants, and the graph's text, with and without one pass."""
+    results = []
+    for skipped in ((), (name,)):
+        gm, constants = packed(program, *tensors, skipped=skipped)
+        results.append((ops(constants, gm), "\n".join(text(gm.graph))))
+    return results[0], results[1]
+
+
+def twice(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (x.to(BF16) @ w.to(BF16).t()) + (x.to(BF16) @ w.to(BF16).t())
+
+
+def convolved(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.conv2d(x.to(BF16), w.to(BF16), padding=1)
+
+
+def normed(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    scale = w.sum((1, 2, 3)).reshape(-1, 1, 1)
+    convert = torch.ops.prims.convert_element_type.default
+    low = torch.ops.aten.convolution.default(
+        convert(x, BF16), convert(w, BF16), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    )
+    return convert(torch.ops.aten.mul.Tensor(convert(low, torch.float32), scale), BF16)
+
+
+def test_duplicates_are_merged_before_they_are_folded() -> None:
+    (_, merged), (_, separate) = without("merge_duplicates", twice, WEIGHT, FEW)
+    assert merged.count("= amp_fx.few_rows_product") == 1
+    assert separate.count("= amp_fx.few_rows_product") == 2
+
+
+def test_constants_are_folded_before_products_are_blocked() -> None:
+    (_, folded), (_, unfolded) = without("fold_constants", linear, WEIGHT, FEW)
+    assert "few_rows_product" in folded
+    assert "few_rows_product" not in unfolded
+
+
+def test_few_rows_are_blocked_before_inductor_packs() -> None:
+    (ops_blocked, _), (ops_packed, _) = without("block_few_rows", linear, WEIGHT, FEW)
+    assert "_reorder_linear_weight" not in ops_blocked
+    assert "_reorder_linear_weight" in ops_packed
+
+
+def test_many_rows_are_packed() -> None:
+    (ops_packed, graph), (ops_plain, plain) = without("pack_for_kernels", linear, WEIGHT, MANY)
+    assert "_reorder_linear_weight" in ops_packed
+    assert "_linear_pointwise" in graph
+    assert "_reorder_linear_weight" not in ops_plain
+    assert "aten.mm" in plain
+
+
+def test_norms_are_folded_before_weights_are_rounded() -> None:
+    images, kernel = integers(2, 8, 9, 9), integers(8, 8, 3, 3)
+    (ops_folded, graph), (_, unfolded) = without("fold_batch_norms", normed, kernel, images)
+    assert {"mul", "convert_element_type"} <= ops_folded
+    assert "mul" not in graph
+    assert "mul" in unfolded
+
+
+def test_constants_become_inputs_last() -> None:
+    gm, _ = packed(linear, WEIGHT, FEW, skipped=["constants_to_inputs"])
+    assert gm.graph.find_nodes(op="get_attr")
+    gm, _ = packed(linear, WEIGHT, FEW)
+    assert not gm.graph.find_nodes(op="get_attr")
+
+
+def test_nodes_that_inductor_adds_get_values() -> None:
+    gm, _ = packed(convolved, integers(8, 8, 3, 3), integers(2, 8, 9, 9))
+    assert all("val" in node.meta for node in gm.graph.nodes if node.op == "call_function")
+
+
+def test_float32_convolutions_are_refused_under_strict_numerics() -> None:
+    kernel, images = integers(8, 8, 3, 3), integers(2, 8, 9, 9)
+    gm = traced(lambda w, x: torch.conv2d(x, w, padding=1), kernel, images)
+    fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    graph = AotGraph(gm, fakes, {"is_inference": True}, is_counted=False)
+    options = Options.parse({"numerics": "strict"})
+    with packing(fakes), pytest.raises(CannotPackError, match="another order"):
+        pack_graph(graph, options, weights(kernel, None), {0: kernel})
+
+
+def test_the_plan_has_reasons() -> None:
+    bias = integers(96)
+    gm = traced(lambda b, w, x: (x + b).to(BF16) @ w.to(BF16).t(), bias, WEIGHT, MANY)
+    fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    graph = AotGraph(gm, fakes, {"is_inference": True}, is_counted=False)
+    candidates = weights(bias, WEIGHT, None)
+    with packing(fakes):
+        _, planned, _ = pack_graph(graph, Options(), candidates, {0: bias, 1: WEIGHT})
+    assert dict(planned.uncached) == {"a": "kernels read it as it is"}
+    assert [spec.names for spec in planned.constants] == [("b",)]
+    assert planned.passed == (2,)
