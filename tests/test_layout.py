@@ -31,6 +31,7 @@ ORDER = (
     ("front", "grad_scaler"),
     ("exporting",),
     ("explanation", "integrations"),
+    ("observe",),
     ("numerics", "stored", "accelerators"),
     ("drawing",),
     ("commands",),

@@ -12,7 +12,7 @@ from amp_fx.commands.accuracy import load_step
 from amp_fx.commands.explain import make_optimizer
 from amp_fx.errors import OptionError
 from amp_fx.numerics.audit.entry import audit
-from amp_fx.numerics.state import modules_of
+from amp_fx.observe.state import modules_of
 
 if TYPE_CHECKING:
     import argparse

@@ -16,7 +16,7 @@ from amp_fx.explanation.running import leaf_tensors
 from amp_fx.front.settings import policy_for, unwrap
 from amp_fx.numerics.report import AccuracyReport
 from amp_fx.numerics.running import run_step
-from amp_fx.numerics.state import check_has_data
+from amp_fx.observe.state import check_has_data
 from amp_fx.options import check_device_dtype, default_dtype, to_dtype
 from amp_fx.progress import working
 from amp_fx.second_call import takes_inputs_later

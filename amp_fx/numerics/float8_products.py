@@ -9,8 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from amp_fx.numerics.mode import ShadowedCall, ShadowMode
-from amp_fx.numerics.shadow import OpFacts, below_everything, is_tracked
+from amp_fx.numerics.twin import ShadowedCall, Twin
+from amp_fx.observe.ops import OpFacts, below_everything, is_tracked
+from amp_fx.observe.recorder import Event, Place
 from amp_fx.policies.float8 import quantize
 from amp_fx.tables.float8 import RECIPES
 
@@ -19,15 +20,14 @@ if TYPE_CHECKING:
 
     import torch
 
-    from amp_fx.graphs.locations import NodeLocation
     from amp_fx.tables.float8 import Scaling
 
 KERNEL = "amp_fx::float8_product"
 _FACTS = OpFacts(KERNEL, (), is_view=False, is_random=False, is_empty=False, saves=False)
 
 
-class Float8ShadowMode(ShadowMode):  # type: ignore[no-untyped-call]
-    """A shadow mode that measures products in float8, each as one op."""
+class Float8Twin(Twin):
+    """A twin that measures products in float8, each as one op."""
 
     def run_float8(
         self,
@@ -46,10 +46,11 @@ class Float8ShadowMode(ShadowMode):  # type: ignore[no-untyped-call]
             recipe: A name of ``RECIPES``.
             has_rows_of_outputs: True if the weight is ``[outputs, inputs]``.
         """
-        if self.is_paused or not is_tracked(x) or not is_tracked(weight):
+        recorder = self.recorder
+        if recorder.is_paused or not is_tracked(x) or not is_tracked(weight):
             return run()
-        self.guard.note_inputs([x, weight])
-        with self.paused():
+        recorder.guard.note_inputs([x, weight])
+        with recorder.paused():
             result = run()
         _Product(self, x, weight, recipe, has_rows_of_outputs).compare_forward(result)
         return result
@@ -84,7 +85,7 @@ class _ProductCall(ShadowedCall):
 class _Product:
     """One product, from its forward to its backward."""
 
-    mode: Float8ShadowMode
+    twin: Float8Twin
     x: torch.Tensor
     weight: torch.Tensor
     recipe: str
@@ -96,59 +97,62 @@ class _Product:
 
     def compare_forward(self, result: torch.Tensor) -> None:
         """Measures the product, and registers hooks that measure its backward."""
-        mode, x, weight = self.mode, self.x, self.weight
-        call = self._call([x, weight], self.settings.forward, *mode.place(KERNEL, [x, weight]))
-        with mode.paused(), below_everything():
-            self.shadow = mode.shadows.of(x), self._matrix(mode.shadows.of(weight))
+        twin, x, weight = self.twin, self.x, self.weight
+        place = twin.recorder.place(KERNEL, [x, weight])
+        call = self._call([x, weight], self.settings.forward, place)
+        with twin.recorder.paused(), below_everything():
+            self.shadow = twin.shadows.of(x), self._matrix(twin.shadows.of(weight))
             shadow, repeated = (x @ matrix for x, matrix in (self.shadow, self._wide()))
             scaling = self.settings.forward
             operands = [(_rows(x), scaling), (self._matrix(weight).mT, scaling)]
             call.compare_product((result, shadow, repeated), operands)
-        node, number = result.grad_fn, call.number
+        node, number = result.grad_fn, place.number
         if node is not None and number is not None:
-            mode.measured_nodes.add(number)
+            twin.measured_nodes.add(number)
             node.register_prehook(self._pause)
             node.register_hook(lambda grads, outer: self._compare_backward(grads, outer, number))
 
     def _pause(self, _: Any) -> None:
-        self.mode.is_paused = True
+        self.twin.recorder.is_paused = True
 
     def _compare_backward(self, grads: Any, outer: Any, number: int) -> None:
-        mode, grad = self.mode, outer[0]
-        mode.is_paused = False
-        site = mode.site_of(number)
+        twin, grad = self.twin, outer[0]
+        twin.recorder.is_paused = False
+        location = twin.recorder.location_of(number)
         if self.x._version != self.version:
             why = "its input was written to before its backward"
-            mode.leave_out(KERNEL, site.module, why)
+            twin.leave_out(KERNEL, location.module, why)
             return
-        with mode.paused(), below_everything():
-            self._compare_gradients(grads, grad, site)
+        with twin.recorder.paused(), below_everything():
+            self._compare_gradients(grads, grad, Place("backward", location, None))
 
-    def _compare_gradients(self, grads: Any, grad: torch.Tensor, site: NodeLocation) -> None:
-        shadow, wide = self.mode.shadows.of(grad), self.mode.shadows.widened(grad)
+    def _compare_gradients(self, grads: Any, grad: torch.Tensor, place: Place) -> None:
+        shadow, wide = self.twin.shadows.of(grad), self.twin.shadows.widened(grad)
         pairs = [(shadow, *self.shadow), (wide, *self._wide())]
         scaling = self.settings.grad
         if grads[0] is not None:
             products = [g @ matrix.mT for g, _, matrix in pairs]
-            call = self._call([grad, self.weight], scaling, "backward", site)
+            call = self._call([grad, self.weight], scaling, place)
             call.compare_product((grads[0], *products), [(_rows(grad), scaling)])
         if grads[1] is not None:
             products = [_rows(x).mT @ _rows(g) for g, x, _ in pairs]
             products = [p.mT if self.has_rows_of_outputs else p for p in products]
             is_float8 = self.settings.has_float8_weight_grads
-            call = self._call([grad, self.x], scaling if is_float8 else None, "backward", site)
+            call = self._call([grad, self.x], scaling if is_float8 else None, place)
             operands = [(_rows(grad).mT, scaling)] if is_float8 else []
             call.compare_product((grads[1], *products), operands)
 
     def _call(
-        self, tensors: list[torch.Tensor], scaling: Scaling | None, *place: Any
+        self, tensors: list[torch.Tensor], scaling: Scaling | None, place: Place
     ) -> _ProductCall:
         """Returns a product at a place, with the scaling of operands in float8."""
+        event = Event(self.twin.recorder, None, _FACTS, tuple(tensors), {}, tensors)
+        event.known_place = place
         recipe = ("", None) if scaling is None else (self.recipe, scaling.dtype)
-        return _ProductCall(self.mode, None, _FACTS, tuple(tensors), {}, tensors, *recipe, *place)
+        return _ProductCall(self.twin, event, *recipe)
 
     def _wide(self) -> tuple[torch.Tensor, torch.Tensor]:
-        widened = self.mode.shadows.widened
+        widened = self.twin.shadows.widened
         return widened(self.x), widened(self._matrix(self.weight))
 
     def _matrix(self, weight: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,8 @@ from amp_fx.explanation.running import optimized
 from amp_fx.graphs.bodies import graphs_in, with_attributes_as_inputs
 from amp_fx.graphs.locations import location_of
 from amp_fx.graphs.metadata import DECISIONS
-from amp_fx.numerics.places import EAGER_FORMS
+from amp_fx.numerics.float8_products import Float8Twin
+from amp_fx.observe.places import EAGER_FORMS
 from amp_fx.options import Options
 from amp_fx.policies.float8 import float8_product, float8_weight
 from amp_fx.regions.state import no_autocast
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from amp_fx.graphs.locations import NodeLocation
-    from amp_fx.numerics.recorder import Recorder
+    from amp_fx.observe.recorder import Recorder
     from amp_fx.policies.policy import Policy
     from amp_fx.regions.module_stack import CompileFrame
 
@@ -111,8 +112,10 @@ class CompiledStep:
 
     def _run_float8_product(self, weight: torch.Tensor, *args: Any) -> Any:
         run = functools.partial(float8_product, *args)
-        measure = getattr(self.recorder, "run_float8", None)
-        return run() if measure is None else measure(run, args[0], weight, args[2], args[-1])
+        for sink in self.recorder.sinks:
+            if isinstance(sink, Float8Twin):
+                return sink.run_float8(run, args[0], weight, args[2], args[-1])
+        return run()
 
 
 def _function_of(node: fx.Node) -> Any:

@@ -21,8 +21,8 @@ from amp_fx.backend.rewrite import Reporting, rewrite
 from amp_fx.explanation.running import optimized
 from amp_fx.graphs.bodies import with_attributes_as_inputs
 from amp_fx.graphs.locations import NodeLocation, location_of
-from amp_fx.numerics.shadow import facts_of
 from amp_fx.numerics.trace import is_traced, op_label, traced_results
+from amp_fx.observe.ops import facts_of
 from amp_fx.regions.module_stack import compile_frame
 from amp_fx.regions.state import no_autocast
 from amp_fx.torch_private import pytree

@@ -17,7 +17,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from amp_fx.front.settings import RegionSettings
-from amp_fx.numerics.shadow import backend_of, compiled_with
+from amp_fx.observe.compiled import backend_of, compiled_with
 from amp_fx.options import Options
 from amp_fx.regions.state import nesting
 from amp_fx.regions.variables import has_content

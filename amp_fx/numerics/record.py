@@ -16,9 +16,10 @@ from amp_fx.graphs.locations import NodeLocation
 from amp_fx.numerics.entry import name_of
 from amp_fx.numerics.graph_trace import traced
 from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
-from amp_fx.numerics.shadow import backend_of, compiled_with
-from amp_fx.numerics.trace import SAMPLE, Trace, TraceMode, is_traced
-from amp_fx.numerics.trial import Trial
+from amp_fx.numerics.trace import SAMPLE, Trace, TraceSink, is_traced
+from amp_fx.observe.compiled import backend_of, compiled_with
+from amp_fx.observe.recorder import Recorder
+from amp_fx.observe.trial import Trial
 from amp_fx.options import Options
 from amp_fx.progress import working
 from amp_fx.second_call import takes_inputs_later
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from amp_fx.front.settings import RegionSettings
-    from amp_fx.numerics.trial import Outcome
+    from amp_fx.observe.trial import Outcome
 
 
 @takes_inputs_later
@@ -98,7 +99,7 @@ def _check_path(path: object) -> None:
 def _eagerly(trial: Trial, trace: Trace, call: Callable[..., Any]) -> Outcome:
     """Runs a step op by op."""
     with regions_of_compiled(trial.step):
-        return trial.run(call, TraceMode(trial.guard, trial.paths, trace).observing)
+        return trial.run(call, Recorder(trial.guard, trial.paths, TraceSink(trace)).observing)
 
 
 def _compiled(

@@ -12,14 +12,14 @@ import torch
 
 from amp_fx.errors import UnsupportedError
 from amp_fx.explanation.running import isolated, leaf_tensors
-from amp_fx.numerics.float8_products import Float8ShadowMode
+from amp_fx.numerics.float8_products import Float8Twin
 from amp_fx.numerics.graph_run import CompiledStep
 from amp_fx.numerics.measures import effect_of, relative
-from amp_fx.numerics.recorder import Recorder
 from amp_fx.numerics.records import GradientRecord
 from amp_fx.numerics.report import UnexaminedRecord
-from amp_fx.numerics.shadow import below_everything, is_custom, is_tracked, number_of, unwrapped
-from amp_fx.numerics.state import guard_of, undisturbed
+from amp_fx.observe.ops import below_everything, is_custom, is_tracked, number_of, unwrapped
+from amp_fx.observe.recorder import Recorder, Sink
+from amp_fx.observe.state import guard_of, undisturbed
 from amp_fx.policies.policy import preset
 from amp_fx.regions.module_paths import ModulePaths, Program
 from amp_fx.regions.module_stack import call_with_paths
@@ -31,74 +31,79 @@ if TYPE_CHECKING:
 
     from amp_fx.numerics.entry import Asked
     from amp_fx.numerics.measures import Measures
-    from amp_fx.numerics.mode import ShadowMode
     from amp_fx.numerics.records import OutputError
+    from amp_fx.numerics.twin import Twin
 
 
 def _run_backward(
-    mode: ShadowMode, loss: torch.Tensor | None, floats: list[torch.Tensor], scale: float
+    twin: Twin, loss: torch.Tensor | None, floats: list[torch.Tensor], scale: float
 ) -> list[GradientRecord]:
     """Runs the backward, unless the step did so, and compares the gradients of leaves."""
     outputs = [t for t in ([loss] if loss is not None else floats) if t.requires_grad]
-    new_leaves = [leaf for leaf, before in mode.guard.leaves() if before is None]
-    gradients = _compared(mode, new_leaves, [leaf.grad for leaf in new_leaves])
-    if mode.roots or gradients or not outputs:
-        _undo_loss_scale(mode, loss)
+    new_leaves = [leaf for leaf, before in twin.recorder.guard.leaves() if before is None]
+    gradients = _compared(twin, new_leaves, [leaf.grad for leaf in new_leaves])
+    if twin.roots or gradients or not outputs:
+        _undo_loss_scale(twin, loss)
         return gradients
-    leaves = _register_hooks(mode, outputs, scale)
+    leaves = _register_hooks(twin, outputs, scale)
     if not leaves:
         return []
     with DisableTorchFunction(), DisableAutocast():
         directions = [_direction(t, scale, is_loss=loss is not None) for t in outputs]
     found: Iterable[torch.Tensor | None]
     if any(node.name() in _REENTRANT for node in _nodes_above(outputs)):
-        leaves = [leaf for leaf, _ in mode.guard.leaves()]
+        leaves = [leaf for leaf, _ in twin.recorder.guard.leaves()]
         for leaf in leaves:
             leaf.grad = None  # the guard restores it
-        with mode:
+        with twin.recorder:
             torch.autograd.backward(outputs, directions)
         found = [leaf.grad for leaf in leaves]
     else:
-        with mode:
+        with twin.recorder:
             found = torch.autograd.grad(outputs, leaves, directions, allow_unused=True)
-    return _compared(mode, leaves, found)
+    return _compared(twin, leaves, found)
 
 
 _REENTRANT = ("CheckpointFunctionBackward",)
 """Functions whose backward runs another one, so that the leaves of that are not known before."""
 
 
-def _observe_backwards(mode: ShadowMode) -> None:
+class _OwnBackwards(Sink):
     """Registers the hooks for gradients when the step itself calls ``backward``."""
 
-    def begins(root: torch.Tensor) -> None:
-        if not isinstance(root, torch.Tensor) or not root.requires_grad or not is_tracked(root):
+    def __init__(self, twin: Twin) -> None:
+        self._twin = twin
+
+    def root(self, root: torch.Tensor) -> None:
+        """Registers the hooks of one backward."""
+        twin = self._twin
+        if not root.requires_grad or not is_tracked(root):
             return
         with below_everything():
-            mode.roots.append(float(mode.shadows.of(root.detach()).sum()))
-        _register_hooks(mode, [root], 1.0)
-
-    mode.on_backward = begins
+            twin.roots.append(float(twin.shadows.of(root.detach()).sum()))
+        _register_hooks(twin, [root], 1.0)
 
 
-def _undo_loss_scale(mode: ShadowMode, loss: torch.Tensor | None) -> None:
+def _undo_loss_scale(twin: Twin, loss: torch.Tensor | None) -> None:
     """Divides effects by the factor of the loss in the step's own ``backward``."""
-    if loss is None or not mode.roots:
+    if loss is None or not twin.roots:
         return
     with below_everything():
-        value = float(mode.shadows.of(loss.detach()))
-    factor = sum(mode.roots) / value if value else math.nan
-    for seen in mode.seen if math.isfinite(factor) and factor else ():
+        value = float(twin.shadows.of(loss.detach()))
+    factor = sum(twin.roots) / value if value else math.nan
+    for seen in twin.seen if math.isfinite(factor) and factor else ():
         seen.effect = None if seen.effect is None else seen.effect / factor
         seen.effect_sq /= factor**2
 
 
 def _compared(
-    mode: ShadowMode, leaves: list[torch.Tensor], gradients: Iterable[torch.Tensor | None]
+    twin: Twin, leaves: list[torch.Tensor], gradients: Iterable[torch.Tensor | None]
 ) -> list[GradientRecord]:
-    names = [mode.places.path_of(leaf, f"input {index}") for index, leaf in enumerate(leaves)]
+    names = [
+        twin.recorder.places.path_of(leaf, f"input {index}") for index, leaf in enumerate(leaves)
+    ]
     several = zip(names, gradients, strict=True)
-    return [_compare(mode, n, g) for n, g in several if g is not None and is_tracked(g)]
+    return [_compare(twin, n, g) for n, g in several if g is not None and is_tracked(g)]
 
 
 def _direction(output: torch.Tensor, scale: float, *, is_loss: bool) -> torch.Tensor:
@@ -110,9 +115,7 @@ def _direction(output: torch.Tensor, scale: float, *, is_loss: bool) -> torch.Te
     return (signs * scale).to(output.device, output.dtype)
 
 
-def _register_hooks(
-    mode: ShadowMode, outputs: list[torch.Tensor], scale: float
-) -> list[torch.Tensor]:
+def _register_hooks(twin: Twin, outputs: list[torch.Tensor], scale: float) -> list[torch.Tensor]:
     """Registers hooks that multiply gradients by errors, and returns the leaves of the graph."""
     leaves = [t for t in outputs if t.grad_fn is None]
     nodes: dict[int, Any] = {}
@@ -123,17 +126,17 @@ def _register_hooks(
             continue
         number = number_of(node)
         nodes[number] = node
-        is_measured = node.name() in _PASSING or number in mode.measured_nodes
+        is_measured = node.name() in _PASSING or number in twin.measured_nodes
         if is_custom(node) and not is_measured:
-            module = mode.site_of(number).module
+            module = twin.recorder.location_of(number).module
             why = "the effect of ops inside of a custom function on the loss is unknown"
-            mode.leave_out(node.name().removesuffix("Backward"), module, why)
-    for number, errors in mode.output_errors.items():
+            twin.leave_out(node.name().removesuffix("Backward"), module, why)
+    for number, errors in twin.output_errors.items():
         found = nodes.get(number)
         if found is None and errors[0].is_written:
             found = _node_of_write(nodes, number, is_view=errors[0].geometry is not None)
         if found is not None:
-            found.register_prehook(functools.partial(_add_effects, mode, errors, scale))
+            found.register_prehook(functools.partial(_add_effects, twin, errors, scale))
     return leaves
 
 
@@ -167,17 +170,14 @@ def _node_of_write(nodes: dict[int, Any], number: int, *, is_view: bool) -> Any:
 
 
 def _add_effects(
-    mode: ShadowMode,
-    errors: list[OutputError],
-    scale: float,
-    gradients: tuple[torch.Tensor | None, ...],
+    twin: Twin, errors: list[OutputError], scale: float, gradients: tuple[torch.Tensor | None, ...]
 ) -> None:
     """Adds the effects of the errors of an op, given the gradients of its results."""
-    with mode.paused(), below_everything():
+    with twin.recorder.paused(), below_everything():
         for position, gradient in enumerate(gradients):
             if gradient is None or not is_tracked(gradient):
                 continue
-            exact = mode.shadows.of(gradient)
+            exact = twin.shadows.of(gradient)
             for error in errors:
                 if error.position == position or error.geometry is not None:
                     _add_effect(error, gradient, exact, scale)
@@ -197,9 +197,9 @@ def _add_effect(
         record.effect_sq += square / scale**2
 
 
-def _compare(mode: ShadowMode, name: str, gradient: torch.Tensor) -> GradientRecord:
+def _compare(twin: Twin, name: str, gradient: torch.Tensor) -> GradientRecord:
     with below_everything():
-        shadow = mode.shadows.of(gradient.detach()).double()
+        shadow = twin.shadows.of(gradient.detach()).double()
         low = gradient.detach().double()
         norm, low_norm, error = (
             float(torch.linalg.vector_norm(t)) for t in (shadow, low, low - shadow)
@@ -263,11 +263,12 @@ def run_step(
         guard.check_float32()
         guard.restore()
         rewind()
-        mode = Float8ShadowMode(asked.reference, guard, paths, asked.modules)
-        fields = _shadow_run(mode, forward, paths, asked)
+        twin = Float8Twin(asked.reference, asked.modules)
+        Recorder(guard, paths, twin, _OwnBackwards(twin))
+        fields = _shadow_run(twin, forward, paths, asked)
     if dtype == torch.float16:
-        fields["suggested_scale"] = _suggested_scale(mode.exponents, asked.scale)
-    if mode.num_healed:
+        fields["suggested_scale"] = _suggested_scale(twin.exponents, asked.scale)
+    if twin.num_healed:
         return {**fields, "loss": plain}
     return {**fields, "is_repeatable": str(plain) == str(fields["loss"])}  # a NaN equals itself
 
@@ -290,10 +291,9 @@ Forward = Callable[[Recorder], tuple[Any, torch.Tensor | None]]
 
 
 def _shadow_run(
-    mode: Float8ShadowMode, forward: Forward, paths: ModulePaths, asked: Asked
+    twin: Float8Twin, forward: Forward, paths: ModulePaths, asked: Asked
 ) -> dict[str, Any]:
-    _observe_backwards(mode)
-    outputs, loss = forward(mode)
+    outputs, loss = forward(twin.recorder)
     floats = [t for t in leaf_tensors(outputs) if t.is_floating_point() and is_tracked(t)]
     if loss is None and not floats:
         raise UnsupportedError(
@@ -310,7 +310,7 @@ def _shadow_run(
                 "that makes a plain tensor of what the step returns"
             )
         with below_everything():
-            reference, magnitude = float(mode.shadows.of(plain)), mode.magnitude_of(plain)
+            reference, magnitude = float(twin.shadows.of(plain)), twin.magnitude_of(plain)
             values = {
                 "loss": float(plain),
                 "reference_loss": reference,
@@ -318,12 +318,12 @@ def _shadow_run(
             }
         compared = [plain]
     with below_everything():
-        output_error = _output_error(mode, compared)
-    gradients = call_with_paths(paths, _run_backward, mode, loss, floats, asked.scale)
-    missing = mode.not_examined.items()
+        output_error = _output_error(twin, compared)
+    gradients = call_with_paths(paths, _run_backward, twin, loss, floats, asked.scale)
+    missing = twin.not_examined.items()
     return {
         **values,
-        "nodes": tuple(mode.seen),
+        "nodes": tuple(twin.seen),
         "output_error": output_error,
         "gradients": tuple(gradients),
         "not_examined": tuple(UnexaminedRecord(*place, why) for place, why in missing),
@@ -332,10 +332,10 @@ def _shadow_run(
     }
 
 
-def _output_error(mode: ShadowMode, outputs: list[torch.Tensor]) -> float:
+def _output_error(twin: Twin, outputs: list[torch.Tensor]) -> float:
     error = reference = 0.0
     for output in outputs:
-        shadow = mode.shadows.of(output.detach()).double()
+        shadow = twin.shadows.of(output.detach()).double()
         error += float(torch.sub(output.detach(), shadow).square().sum())
         reference += float(shadow.square().sum())
     return relative(error, reference)

@@ -35,13 +35,13 @@ from amp_fx.numerics.entry import (
 from amp_fx.numerics.graph_run import CompiledStep
 from amp_fx.numerics.measures import relative
 from amp_fx.numerics.minimizer import Minimized, Minimizer
-from amp_fx.numerics.places import is_inside
-from amp_fx.numerics.recorder import Recorder
 from amp_fx.numerics.records import flush_words, grouped, number
 from amp_fx.numerics.running import loss_of
 from amp_fx.numerics.search_result import Evaluation, SearchResult
 from amp_fx.numerics.suspects import LOW, common_pattern, path_in_root, weight_of, with_override
-from amp_fx.numerics.trial import Trial
+from amp_fx.observe.places import is_inside
+from amp_fx.observe.recorder import Recorder
+from amp_fx.observe.trial import Trial
 from amp_fx.options import Options
 from amp_fx.progress import working
 from amp_fx.second_call import takes_inputs_later
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from amp_fx.numerics.records import OpRecord
     from amp_fx.numerics.report import AccuracyReport
-    from amp_fx.numerics.trial import Outcome
+    from amp_fx.observe.trial import Outcome
     from amp_fx.policies.policy import Policy
 
 

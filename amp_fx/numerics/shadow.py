@@ -1,4 +1,4 @@
-"""Stores the tensors of the reference program, and describes ops.
+"""Stores the tensors of the reference program.
 
 A tensor in the reference dtype that depends on no low op is its own shadow. Other tensors have a
 second storage with the same number of elements. A view of the first storage has the same strides
@@ -7,67 +7,14 @@ and offset in the second one, so views and writes in place need no special case.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 
-from amp_fx.explanation.running import leaf_tensors
-from amp_fx.numerics.storages import Marks
-from amp_fx.torch_private.autocast import DisableAutocast
-from amp_fx.torch_private.autograd import DispatchBelowAutograd, neg_view
-from amp_fx.torch_private.modes import DisableTorchFunction
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from amp_fx.torch_private.ops import OpOverload
-
-
-def number_of(node: Any) -> int:
-    """Returns the number of a node of autograd."""
-    return cast("int", node._sequence_nr())
-
-
-def is_custom(node: Any) -> bool:
-    """Returns True if a node of autograd is that of a custom function."""
-    return isinstance(node, torch.autograd.function.BackwardCFunction)
-
-
-def compiled_with(step: Any) -> tuple[dict[str, Any], bool | None]:
-    """Returns the options and ``dynamic`` with which amp_fx compiled a program."""
-    backend = backend_of(step)
-    if backend is None:
-        return {}, None
-    given = {name: value for name, value in backend.kwargs.items() if value is not None}
-    return {**given.pop("options", {}), **given}, backend.dynamic
-
-
-def backend_of(step: Any) -> Any:
-    """Returns the amp_fx backend that ``torch.compile`` got for a program; None if it got none.
-
-    Relies on the context in compiled modules and in the closures of compiled functions, and on the
-    attribute ``_torchdynamo_orig_backend`` of its ``callback``.
-    """
-    compiled = step
-    while (contexts := _contexts(compiled)) == [] and hasattr(compiled, "__wrapped__"):
-        compiled = compiled.__wrapped__
-    for context in contexts:
-        backend = context.callback
-        while hasattr(backend, "_torchdynamo_orig_backend"):
-            backend = backend._torchdynamo_orig_backend
-        if getattr(backend, "compiler_name", None) == "amp_fx":
-            return backend
-    return None
-
-
-def _contexts(compiled: Any) -> list[Any]:
-    cells = getattr(compiled, "__closure__", None) or ()
-    known = [vars(compiled).get("dynamo_ctx")] if isinstance(compiled, torch.nn.Module) else []
-    known += [cell.cell_contents for cell in cells]
-    return [each for each in known if hasattr(each, "callback")]
+from amp_fx.observe.storages import Marks
+from amp_fx.torch_private.autograd import neg_view
 
 
 @dataclasses.dataclass
@@ -179,34 +126,6 @@ def wide_dtype(dtype: torch.dtype, reference: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def is_tracked(tensor: torch.Tensor) -> bool:
-    """Returns True if a tensor has a storage of elements, so that it can have a shadow.
-
-    Forward-mode gradients use zero tensors without a storage, and compute sizes on ``meta``.
-    """
-    is_dense = tensor.layout is torch.strided and not tensor.is_quantized
-    has_numbers = not tensor._is_zerotensor() and not tensor.is_meta
-    return is_dense and has_numbers and not is_wrapped(tensor)
-
-
-def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Returns True if a tensor is a subclass without a storage."""
-    return type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and hasattr(
-        tensor, "__tensor_flatten__"
-    )
-
-
-def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the only tensor inside of a subclass if it has the same sizes; else the tensor."""
-    while is_wrapped(tensor):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        inner = getattr(tensor, names[0])
-        if len(names) != 1 or inner.shape != tensor.shape:
-            break
-        tensor = inner
-    return tensor
-
-
 def _fits(found: ShadowEntry, tensor: torch.Tensor, shadows: Shadows) -> bool:
     """Returns True if a shadow has one element for each of a tensor's storage.
 
@@ -238,119 +157,6 @@ aten = torch.ops.aten
 
 HALF_TO_FLOAT = (aten._softmax.default, aten._log_softmax.default)
 """Ops with an argument ``half_to_float``, which wide inputs do not support."""
-
-_EMPTY = tuple(
-    getattr(aten, name)
-    for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-)
-
-
-MOVES = frozenset(
-    f"aten::{name}"
-    for name in (
-        "clone",
-        "_unsafe_view",
-        "unsafe_split",
-        "cat",
-        "stack",
-        "gather",
-        "index",
-        "index_select",
-        "embedding",
-        "where",
-        "masked_fill",
-        "relu",
-        "threshold",
-        "neg",
-        "abs",
-        "flip",
-        "roll",
-        "constant_pad_nd",
-        "repeat",
-        "max_pool2d_with_indices",
-        "sort",
-        "topk",
-        "max",
-        "min",
-    )
-)
-"""Ops that do not round: they move and choose elements."""
-
-
-_SAVING = (
-    "aten::native_",
-    "aten::_native_",
-    "aten::cudnn_batch_norm",
-    "aten::miopen_batch_norm",
-    "aten::_scaled_dot_product_",
-    "aten::_fused_rms_norm",
-    "aten::_flash_",
-    "aten::_efficient_",
-)
-"""Prefixes of ops whose results after the first are only saved for the backward."""
-
-
-@dataclasses.dataclass(frozen=True)
-class OpFacts:
-    """The facts in the schema of an op.
-
-    Attributes:
-        name: ``"aten::addmm"``.
-        writes: Positions and names of arguments that the op writes.
-        is_view: True if the results are views of an input.
-        is_random: True if the op draws random numbers.
-        is_empty: True if the op allocates uninitialized memory.
-        saves: True if results after the first are only saved for the backward.
-    """
-
-    name: str
-    writes: tuple[tuple[int, str], ...]
-    is_view: bool
-    is_random: bool
-    is_empty: bool
-    saves: bool
-
-    def written(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """Returns the tensors that a call writes."""
-        found = []
-        for index, name in self.writes:
-            value = args[index] if index < len(args) else kwargs.get(name)
-            found += leaf_tensors(value)
-        return found
-
-
-@functools.cache
-def facts_of(op: OpOverload) -> OpFacts:
-    """Returns the facts about an op."""
-    schema = op._schema
-    arguments = list(enumerate(schema.arguments))
-    writes = tuple(
-        (position, argument.name)
-        for position, argument in arguments
-        if argument.name in _STATISTICS
-        or (argument.alias_info is not None and argument.alias_info.is_write)
-    )
-    returns = [result.alias_info for result in schema.returns]
-    is_view = bool(returns) and not writes and all(alias is not None for alias in returns)
-    return OpFacts(
-        name=schema.name,
-        writes=writes,
-        is_view=is_view,
-        is_random=torch.Tag.nondeterministic_seeded in op.tags,
-        is_empty=op.overloadpacket in _EMPTY,
-        saves=schema.name.startswith(_SAVING) and "backward" not in schema.name,
-    )
-
-
-_STATISTICS = ("running_mean", "running_var")
-"""Arguments that kernels of batch normalization write, although their schemas do not say so."""
-
-
-@contextlib.contextmanager
-def below_everything() -> Iterator[None]:
-    """Context manager in which autocast, autograd and function modes see no op."""
-    with DisableAutocast(), DispatchBelowAutograd(), DisableTorchFunction():
-        yield
 
 
 def dropped_out(

@@ -18,10 +18,9 @@ import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import OptionError
-from amp_fx.explanation.running import leaf_tensors
-from amp_fx.numerics.recorder import Recorder
-from amp_fx.numerics.shadow import facts_of, is_tracked
-from amp_fx.numerics.storages import Marks
+from amp_fx.observe.ops import facts_of, is_tracked
+from amp_fx.observe.recorder import Event, Sink
+from amp_fx.observe.storages import Marks
 
 if TYPE_CHECKING:
     import os
@@ -29,9 +28,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from amp_fx.graphs.locations import NodeLocation
-    from amp_fx.numerics.state import StateGuard
     from amp_fx.numerics.trace_diff import TraceDiff
-    from amp_fx.regions.module_paths import ModulePaths
     from amp_fx.torch_private.ops import OpOverload
 
 SCHEMA = 1
@@ -187,31 +184,21 @@ def op_label(op: OpOverload) -> str:
     return re.sub(r"^_?(native_)?|(_legit|_no_training|_functional)|_$", "", op._opname)
 
 
-class TraceMode(Recorder):  # type: ignore[no-untyped-call]
-    """Runs a program unchanged, and adds its results to a trace."""
+class TraceSink(Sink):
+    """Adds the results of a program to a trace."""
 
-    def __init__(self, guard: StateGuard, paths: ModulePaths, trace: Trace) -> None:
-        super().__init__(guard, paths)
+    def __init__(self, trace: Trace) -> None:
         self.trace = trace
 
-    def run(
-        self,
-        op: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[torch.Tensor],
-    ) -> Any:
-        """Runs an op."""
-        facts, results = facts_of(op), op(*args, **kwargs)
-        stage, site, _ = self.place(facts.name, tensors)
-        if stage == "again" or facts.is_view or facts.is_empty:
-            return results
-        makers = self.trace.makers(tensors)
-        with self.paused():
-            for result in filter(is_traced, traced_results(op, leaf_tensors(results))):
-                self.trace.mark(result, (len(self.trace.ops),))
-                self.trace.add(stage, site, op_label(op), result, makers)
-        return results
+    def after(self, event: Event, before: Any) -> None:
+        """Adds the results of an op."""
+        del before
+        if event.stage == "again" or event.facts.is_view or event.facts.is_empty:
+            return
+        makers = self.trace.makers(event.tensors)
+        for result in filter(is_traced, traced_results(event.op, event.results)):
+            self.trace.mark(result, (len(self.trace.ops),))
+            self.trace.add(event.stage, event.location, op_label(event.op), result, makers)
 
 
 def traced_results(op: OpOverload, results: Sequence[Any]) -> Sequence[Any]:

@@ -12,7 +12,7 @@ import torch
 from amp_fx.numerics.equality import Difference, compare
 from amp_fx.numerics.measures import relative
 from amp_fx.numerics.records import UNIT, grouped, number
-from amp_fx.numerics.shadow import MOVES
+from amp_fx.observe.ops import MOVES
 from amp_fx.reports import Report, dtype_cell, new_table
 
 if TYPE_CHECKING:

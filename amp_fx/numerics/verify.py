@@ -15,11 +15,11 @@ from amp_fx.explanation.running import isolated, optimized
 from amp_fx.numerics.entry import asked_for, device_type_of, low_dtype_of, name_of
 from amp_fx.numerics.equality import differences
 from amp_fx.numerics.graph_trace import traced
-from amp_fx.numerics.shadow import compiled_with
 from amp_fx.numerics.trace import Trace
 from amp_fx.numerics.trace_diff import op_differences
-from amp_fx.numerics.trial import Trial
 from amp_fx.numerics.verify_report import VerifyReport
+from amp_fx.observe.compiled import compiled_with
+from amp_fx.observe.trial import Trial
 from amp_fx.options import Options
 from amp_fx.policies.policy import as_policy, preset
 from amp_fx.progress import working
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.numerics.trace_diff import OpDifference
-    from amp_fx.numerics.trial import Outcome
+    from amp_fx.observe.trial import Outcome
     from amp_fx.policies.policy import Policy
 
 INDUCTOR = (

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import amp_fx
 from amp_fx.errors import PolicyWarning
-from amp_fx.numerics.shadow import backend_of
+from amp_fx.observe.compiled import backend_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,8 +8,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_fx.numerics.shadow import below_everything, facts_of, number_of
-from amp_fx.numerics.storages import address_of
+from amp_fx.observe.ops import below_everything, facts_of, number_of
+from amp_fx.observe.storages import address_of
 from amp_fx.torch_private.autograd import current_autograd_node, latest_sequence_number
 
 aten = torch.ops.aten

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.numerics.audit.recording import Event, Rule
+from amp_fx.numerics.audit.recording import Rule
 from amp_fx.numerics.audit.report import new_finding
 from amp_fx.numerics.audit.rounding import is_move
-from amp_fx.numerics.storages import Marks, address_of
+from amp_fx.observe.storages import Marks, address_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from amp_fx.graphs.locations import NodeLocation
     from amp_fx.numerics.audit.report import Finding
     from amp_fx.numerics.audit.rounding import Roundings
+    from amp_fx.observe.recorder import Event
 
 CHOICES = frozenset(("topk", "sort", "argmax", "argmin", "max", "min"))
 COMPARISONS = frozenset(("gt", "ge", "lt", "le", "eq", "ne"))
@@ -83,8 +84,9 @@ class ChoiceRule(Rule):
         self._num_roots = 0
         self._found: dict[Choice, Event] = {}
 
-    def see(self, event: Event) -> None:
+    def after(self, event: Event, before: Any) -> None:
         """Follows choices to the data that they move."""
+        del before
         if event.stage != "forward" or not event.results:
             return
         choice = next(filter(None, map(self._choices.get, event.tensors)), None)
@@ -99,7 +101,7 @@ class ChoiceRule(Rule):
             if rounding is not None and not result.is_floating_point():
                 close, number = _close(event, torch.finfo(rounding.dtype).eps)
                 roots = frozenset().union(*map(self._roots_of, event.floats))
-                made = Choice(event.site, event.name, rounding.dtype, roots, close, number)
+                made = Choice(event.location, event.name, rounding.dtype, roots, close, number)
                 self._choices.put(result, made)
 
     def findings(self) -> Iterator[Finding]:

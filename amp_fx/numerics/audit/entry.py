@@ -11,7 +11,7 @@ import torch
 from amp_fx.errors import ArgumentTypeError, UnsupportedError
 from amp_fx.front.settings import unwrap
 from amp_fx.numerics.audit.choices import ChoiceRule
-from amp_fx.numerics.audit.recording import AuditMode
+from amp_fx.numerics.audit.recording import Auditor
 from amp_fx.numerics.audit.report import AuditReport, merged
 from amp_fx.numerics.audit.rounding import IntegerRule, LossRule, Roundings, UpcastRule
 from amp_fx.numerics.audit.sums import CollectiveRule, GradientRule
@@ -20,7 +20,8 @@ from amp_fx.numerics.audit.use_of_regions import LowWeightRule, RegionRule
 from amp_fx.numerics.entry import name_of
 from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
 from amp_fx.numerics.running import loss_of
-from amp_fx.numerics.state import (
+from amp_fx.observe.recorder import Recorder
+from amp_fx.observe.state import (
     guard_of,
     known_to,
     leaves_of,
@@ -122,47 +123,53 @@ class _Audit:
         counts_saved: bool,
     ) -> AuditReport:
         paths = ModulePaths(Program(self.step, args, kwargs))
-        mode = AuditMode(self.guard, paths)
+        auditor = Auditor()
+        recorder = Recorder(self.guard, paths, auditor)
         weights = self._weights()
         self.guard.note_inputs([w for w in weights if w.is_leaf])
-        updates, roundings = UpdateRule(mode), Roundings()
+        updates, roundings = UpdateRule(auditor), Roundings()
         losses = LossRule(roundings)
-        mode.rules += [
+        auditor.rules += [
             losses,
             ChoiceRule(roundings),
             UpcastRule(roundings),
             IntegerRule(),
             roundings,
-            GradientRule(mode, weights),
-            CollectiveRule(mode),
-            RegionRule(mode),
-            LowWeightRule(mode, parameters_of(*self.optimizers) or weights),
+            GradientRule(auditor, weights),
+            CollectiveRule(auditor),
+            RegionRule(auditor),
+            LowWeightRule(auditor, parameters_of(*self.optimizers) or weights),
             updates,
-            ScalerRule(mode, self.scalers),
+            ScalerRule(auditor, self.scalers),
         ]
-        mode.on_backward = losses.see_root
-        hooks = contextlib.nullcontext() if not counts_saved else _saved_by(mode)
+        hooks = contextlib.nullcontext() if not counts_saved else _saved_by(auditor)
         torch.clear_autocast_cache()
         try:
-            with mode.regions, regions_of_compiled(self.step), updates, hooks, mode.observing():
+            with (
+                auditor.regions,
+                regions_of_compiled(self.step),
+                updates,
+                hooks,
+                recorder.observing(),
+            ):
                 loss = loss_of(call_with_paths(paths, call, *args, **kwargs), None)
                 value = None if loss is None else loss.detach().clone()
-                mode.regions.close()
+                auditor.regions.close()
                 with no_autocast():
-                    self._finish(mode, loss, updates)
+                    self._finish(auditor, loss, updates)
         finally:
             torch.clear_autocast_cache()
-        self._count(mode)
+        self._count(auditor)
         return AuditReport(
             model=name_of(self.step),
             loss=None if value is None else float(value),
-            findings=merged(found for rule in mode.rules for found in rule.findings()),
-            uses=mode.uses.listed(),
+            findings=merged(found for rule in auditor.rules for found in rule.findings()),
+            uses=auditor.uses.listed(),
         )
 
-    def _finish(self, mode: AuditMode, loss: torch.Tensor | None, updates: UpdateRule) -> None:
+    def _finish(self, auditor: Auditor, loss: torch.Tensor | None, updates: UpdateRule) -> None:
         """Calls the backward and steps the optimizer, if the step has not done so."""
-        if not mode.num_backwards:
+        if not auditor.num_backwards:
             if loss is None or not loss.requires_grad:
                 raise UnsupportedError(
                     "the step neither calls backward() nor returns a loss, a floating-point scalar "
@@ -187,7 +194,7 @@ class _Audit:
             dict.fromkeys([*parameters, *leaves_of(self.step), *parameters_of(*self.optimizers)])
         )
 
-    def _count(self, mode: AuditMode) -> None:
+    def _count(self, auditor: Auditor) -> None:
         """Counts parameters and buffers by dtype and module."""
         members = [
             (what, tensor)
@@ -196,10 +203,10 @@ class _Audit:
             for tensor in tensors
         ]
         for what, tensor in dict.fromkeys(members):
-            mode.uses.add(what, [tensor], mode.places.module_of(tensor))
+            auditor.uses.add(what, [tensor], auditor.recorder.places.module_of(tensor))
 
 
 @contextlib.contextmanager
-def _saved_by(mode: AuditMode) -> Iterator[None]:
-    with torch.autograd.graph.saved_tensors_hooks(mode.save, lambda tensor: tensor):
+def _saved_by(auditor: Auditor) -> Iterator[None]:
+    with torch.autograd.graph.saved_tensors_hooks(auditor.save, lambda tensor: tensor):
         yield

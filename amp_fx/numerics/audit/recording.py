@@ -1,86 +1,36 @@
 """Observes the ops of a training step, and counts them by dtype and module.
 
-Each op becomes an ``Event``, which every rule gets once. A rule stores facts about a tensor as a
-mark on the tensor's storage (``Marks``), so that views share it.
+Every rule gets each ``Event`` once. A rule stores facts about a tensor as a mark on the tensor's
+storage (``Marks``), so that views share it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.explanation.running import leaf_tensors
 from amp_fx.numerics.audit.regions import Regions
 from amp_fx.numerics.audit.report import Use
-from amp_fx.numerics.recorder import Recorder
-from amp_fx.numerics.shadow import facts_of, is_wrapped
-from amp_fx.numerics.storages import Marks
-from amp_fx.torch_private.autograd import current_autograd_node
+from amp_fx.observe.ops import is_wrapped
+from amp_fx.observe.recorder import Event, Recorder, Sink
+from amp_fx.observe.storages import Marks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
-    from amp_fx.graphs.locations import NodeLocation
-    from amp_fx.numerics.audit.regions import Region
     from amp_fx.numerics.audit.report import Finding
-    from amp_fx.numerics.state import StateGuard
-    from amp_fx.regions.module_paths import ModulePaths
-    from amp_fx.torch_private.ops import OpOverload
 
 
-@dataclasses.dataclass(frozen=True)
-class Event:
-    """One op of the step.
-
-    Attributes:
-        op: The overload that the dispatcher ran.
-        name: The name of the op without namespace, overload and trailing underscore: ``"addmm"``.
-        function: The name of the function of torch that the program called; empty in a backward.
-        stage: ``"forward"`` or ``"backward"``; the step of an optimizer is not examined op by op.
-        args: The arguments.
-        tensors: The tensors among them.
-        results: The tensors that the op returned.
-        site: The module and the line; of the backward of an op, those of the op.
-        node: The node of autograd that is running; None outside of a backward.
-        region: The innermost autocast region of the device type; None outside of regions.
-        flops: The floating-point operations, if the op is a product.
-        before: The value before of a low tensor that a backward adds to; else None.
-    """
-
-    op: OpOverload
-    name: str
-    function: str
-    stage: str
-    args: tuple[Any, ...]
-    tensors: list[torch.Tensor]
-    results: list[torch.Tensor]
-    site: NodeLocation
-    node: Any
-    region: Region | None
-    flops: int
-    before: torch.Tensor | None
-
-    @property
-    def floats(self) -> list[torch.Tensor]:
-        """The floating-point inputs."""
-        return [tensor for tensor in self.tensors if tensor.is_floating_point()]
-
-
-class Rule:
+class Rule(Sink):
     """A group of findings that a step is examined for."""
 
     @functools.cached_property
     def found(self) -> list[Finding]:
         """The findings so far."""
         return []
-
-    def see(self, event: Event) -> None:
-        """Examines one op after it ran."""
 
     def findings(self) -> Iterable[Finding]:
         """Returns the findings at the end of the step."""
@@ -159,12 +109,10 @@ class Uses:
         return tuple(sorted(found, key=lambda use: KINDS.index(use.what)))
 
 
-class AuditMode(Recorder):  # type: ignore[no-untyped-call]
-    """Runs a step unchanged, and passes each op to rules."""
+class Auditor(Sink):
+    """Counts the ops of a step, and passes them to rules."""
 
-    def __init__(self, guard: StateGuard, paths: ModulePaths) -> None:
-        super().__init__(guard, paths)
-        self.regions = Regions(self.here)
+    def __init__(self) -> None:
         self.uses = Uses()
         self.rules: list[Rule] = []
         self.is_updating = False
@@ -172,50 +120,31 @@ class AuditMode(Recorder):  # type: ignore[no-untyped-call]
         """The number of ops of a backward."""
         self._saved: Marks[None] = Marks()
 
-    def run(
-        self,
-        op: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[torch.Tensor],
-    ) -> Any:
-        """Runs an op, and describes it to the rules."""
-        is_sum = op is torch.ops.aten.add_.Tensor and is_below_float32(tensors[0].dtype)
-        node = current_autograd_node()
-        before = tensors[0].detach().clone() if is_sum and node is not None else None
-        results = op(*args, **kwargs)
-        # A closure of an optimizer, as LBFGS calls it, is a forward and a backward.
-        if self.is_updating and not torch.is_grad_enabled() and node is None:
-            return results
-        stage, site, _ = self.place("", tensors)
-        self.num_backwards += stage == "backward"
-        if stage != "backward" and node is not None:
-            return results  # a checkpoint repeats the op
-        name = op._schema.name.partition("::")[2]
-        device = next((t.device.type for t in tensors), "cpu")
-        event = Event(
-            op=op,
-            name=name if name.endswith("__") else name.removesuffix("_"),
-            function=str(getattr(self.notes.function, "__name__", "")),
-            stage=stage,
-            args=args,
-            tensors=tensors,
-            results=leaf_tensors(results),
-            site=site,
-            node=node,
-            region=self.regions.innermost(device),
-            flops=_flops(op, args, kwargs, results),
-            before=before,
-        )
-        self._pass_on(event, is_view=facts_of(op).is_view)
-        return results
+    def begin(self, recorder: Recorder) -> None:
+        """Keeps the recorder."""
+        super().begin(recorder)
+        self.regions = Regions(recorder.here)
 
-    def _pass_on(self, event: Event, *, is_view: bool) -> None:
+    def before(self, event: Event) -> torch.Tensor | None:
+        """Returns the value of a low tensor to which a backward adds."""
+        is_sum = event.op is torch.ops.aten.add_.Tensor and event.node is not None
+        first = event.tensors[0] if is_sum and is_below_float32(event.tensors[0].dtype) else None
+        return None if first is None else first.detach().clone()
+
+    def after(self, event: Event, before: Any) -> None:
         """Counts an op and passes it to the rules, which get views only in a backward.
 
         Rules do not get ops on sparse and quantized tensors, which have no storage of elements.
         """
-        tensors, module = event.tensors + event.results, event.site.module
+        # A closure of an optimizer, as LBFGS calls it, is a forward and a backward.
+        if self.is_updating and not torch.is_grad_enabled() and event.node is None:
+            return
+        self.num_backwards += event.stage == "backward"
+        if event.stage != "backward" and event.node is not None:
+            return  # a checkpoint repeats the op
+        device = next((t.device.type for t in event.tensors), "cpu")
+        event.region, event.overwritten = self.regions.innermost(device), before
+        tensors, module = event.tensors + event.results, event.location.module
         if event.flops or event.name.startswith("_scaled_dot_product"):
             self.uses.add("products", tensors, module, event.flops)
         elif event.name in REDUCTIONS:
@@ -223,39 +152,22 @@ class AuditMode(Recorder):  # type: ignore[no-untyped-call]
         elif event.op.namespace in COLLECTIVES and event.name != "wait_tensor":
             self.uses.add("collectives", event.tensors, module)
         is_plain = all(t.layout is torch.strided and not t.is_quantized for t in tensors)
-        if not is_plain or (is_view and event.stage != "backward"):
+        if not is_plain or (event.facts.is_view and event.stage != "backward"):
             return
-        with self.paused():
-            for rule in self.rules:
-                rule.see(event)
+        for rule in self.rules:
+            rule.after(event, None)
 
-    def here(self) -> NodeLocation:
-        """Returns the module and the line of the program that is running."""
-        return self.places.here("")
+    def root(self, root: torch.Tensor) -> None:
+        """Passes on what a backward begins with."""
+        for rule in self.rules:
+            rule.root(root)
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         """Counts a tensor that autograd saves for the backward."""
-        if self.is_paused or tensor.layout is not torch.strided or is_wrapped(tensor):
+        recorder = self.recorder
+        if recorder.is_paused or tensor.layout is not torch.strided or is_wrapped(tensor):
             return tensor
-        if not self._saved.has(tensor) and self.guard.is_allocated(tensor):
+        if not self._saved.has(tensor) and recorder.guard.is_allocated(tensor):
             self._saved.put(tensor, None)
-            self.uses.add("saved activations", [tensor], self.here().module)
+            self.uses.add("saved activations", [tensor], recorder.here().module)
         return tensor
-
-
-def _flops(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> int:
-    """Returns the floating-point operations of a product; 0 for other ops."""
-    formula = _formula(op)
-    if formula is None:
-        return 0
-    return int(formula(*args, **{k: v for k, v in kwargs.items() if k != "out"}, out_val=results))
-
-
-@functools.cache
-def _formula(op: OpOverload) -> Callable[..., int] | None:
-    """Returns the formula of a product; that of ``addmm_`` is the one of ``addmm``."""
-    packet: Any = op.overloadpacket
-    if packet not in flop_registry and op._schema.name.endswith("mm_"):
-        packet = getattr(torch.ops.aten, op._schema.name[6:-1], None)
-    found: Callable[..., int] | None = flop_registry.get(packet)
-    return found

@@ -7,24 +7,25 @@ The function of torch that the program called distinguishes a cast in the progra
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.locations import short_path
-from amp_fx.numerics.audit.recording import Event, Rule, is_below_float32
+from amp_fx.numerics.audit.recording import Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
 from amp_fx.numerics.measures import rounded_integers
-from amp_fx.numerics.mode import PRODUCTS
-from amp_fx.numerics.shadow import MOVES
-from amp_fx.numerics.storages import Marks
+from amp_fx.numerics.twin import PRODUCTS
+from amp_fx.observe.ops import MOVES
+from amp_fx.observe.storages import Marks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from amp_fx.graphs.locations import NodeLocation
     from amp_fx.numerics.audit.report import Finding
+    from amp_fx.observe.recorder import Event
 
 CASTS = frozenset(
     ("to", "type", "type_as", "float", "double", "half", "bfloat16", "copy_", "_to_copy")
@@ -92,8 +93,9 @@ class Roundings(Rule):
             tensor, Rounded(tensor.dtype) if is_below_float32(tensor.dtype) else None
         )
 
-    def see(self, event: Event) -> None:
+    def after(self, event: Event, before: Any) -> None:
         """Notes the rounding of the result of an op."""
+        del before
         result = event.results[0] if event.results else None
         if event.stage != "forward" or result is None or not result.is_floating_point():
             return
@@ -107,7 +109,7 @@ class Roundings(Rule):
         if not floats or (is_made and "dropout" not in event.name):
             self._marks.put(result, None)
         elif is_cast and event.function in CASTS and not self._marks.has(floats[0]):
-            self._marks.put(result, Rounded(result.dtype, event.site))
+            self._marks.put(result, Rounded(result.dtype, event.location))
         elif is_move(event) or torch.Tag.pointwise in event.op.tags or "softmax" in event.name:
             is_exact = not is_below_float32(result.dtype) or all(map(self._marks.has, floats))
             if rounding is not None:
@@ -147,8 +149,9 @@ class LossRule(Rule):
         self._roundings = roundings
         self._parts: Marks[_LowPart] = Marks()
 
-    def see(self, event: Event) -> None:
+    def after(self, event: Event, before: Any) -> None:
         """Examines the inputs of losses and norms."""
+        del before
         if event.stage != "forward":
             return
         # A norm by hand ends in a reciprocal root.
@@ -158,9 +161,9 @@ class LossRule(Rule):
         for tensor in event.floats if is_loss or event.function in NORMS else ():
             rounding = self._roundings.of(tensor)
             if rounding is not None and rounding.cast is not None and tensor.dim():
-                self._add(event.site, event.function, rounding.dtype, rounding.cast)
+                self._add(event.location, event.function, rounding.dtype, rounding.cast)
             elif is_loss and is_off and is_below_float32(tensor.dtype):
-                self._add(event.site, event.function, tensor.dtype)
+                self._add(event.location, event.function, tensor.dtype)
         self._see_part(event, is_in_region=not is_off)
 
     def _see_part(self, event: Event, *, is_in_region: bool) -> None:
@@ -178,11 +181,11 @@ class LossRule(Rule):
             if is_log or (is_scalar and is_below_float32(result.dtype) and earlier is None):
                 what = event.function if is_log else _LOSS
                 dtype = event.floats[0].dtype if is_log else result.dtype
-                self._parts.put(result, _LowPart(event.site, what, dtype, is_in_region))
+                self._parts.put(result, _LowPart(event.location, what, dtype, is_in_region))
             elif earlier is not None and not event.flops and (is_scalar or earlier.what != _LOSS):
                 self._parts.put(result, earlier)
 
-    def see_root(self, root: torch.Tensor) -> None:
+    def root(self, root: torch.Tensor) -> None:
         """Examines the tensor that a backward begins with."""
         part = self._parts.get(root)
         if part is not None:
@@ -218,19 +221,20 @@ class IntegerRule(Rule):
     def __init__(self) -> None:
         self._rounded: Marks[tuple[float, torch.dtype, NodeLocation]] = Marks()
 
-    def see(self, event: Event) -> None:
+    def after(self, event: Event, before: Any) -> None:
         """Examines casts of integers, and the products that they enter."""
+        del before
         if event.stage != "forward" or not event.results:
             return
         result = event.results[0]
         if event.name == "_to_copy" and is_below_float32(result.dtype):
             largest = _rounded(result, event.tensors[0])
             if largest:
-                self._rounded.put(result, (largest, result.dtype, event.site))
+                self._rounded.put(result, (largest, result.dtype, event.location))
         elif event.name == "arange" and is_below_float32(result.dtype) and result.numel():
             largest = float(result.abs().max())
             if largest > 2 / torch.finfo(result.dtype).eps:
-                self._rounded.put(result, (largest, result.dtype, event.site))
+                self._rounded.put(result, (largest, result.dtype, event.location))
         for tensor in event.tensors:
             rounded = self._rounded.get(tensor)
             is_back = event.name == "_to_copy" and not result.is_floating_point()
@@ -252,7 +256,7 @@ class IntegerRule(Rule):
             # TF32 has the mantissa of float16.
             largest = rounded_integers(tensor.clamp(-6e4, 6e4).half(), tensor)
             if 0 < largest <= _LARGEST:
-                self._add(event, largest, torch.float16, event.site, "TF32")
+                self._add(event, largest, torch.float16, event.location, "TF32")
 
     def _add(
         self, event: Event, largest: float, dtype: torch.dtype, cast: NodeLocation, name: str = ""
@@ -263,7 +267,7 @@ class IntegerRule(Rule):
             f"Integers up to {largest:.0f} are rounded to {name} ({_line(cast)}), which holds "
             f"integers up to {exact} exactly; {event.name} gets the same number for several."
         )
-        self.found.append(new_finding("integer_low", event.site, message))
+        self.found.append(new_finding("integer_low", event.location, message))
 
 
 _LARGEST = 2.0**24
@@ -303,8 +307,9 @@ class UpcastRule(Rule):
         self._marks: Marks[Upcast] = Marks()
         self._upcasts: list[Upcast] = []
 
-    def see(self, event: Event) -> None:
+    def after(self, event: Event, before: Any) -> None:
         """Notes casts to float32, and the ops that use their results."""
+        del before
         if event.stage != "forward" or not event.results:
             return
         result = event.results[0]
@@ -313,7 +318,7 @@ class UpcastRule(Rule):
             if upcast is None:
                 continue
             if event.name == "_to_copy" and is_below_float32(result.dtype):
-                upcast.rounded = upcast.rounded or event.site
+                upcast.rounded = upcast.rounded or event.location
             elif is_move(event):
                 self._marks.put(result, upcast)
             else:
@@ -321,7 +326,7 @@ class UpcastRule(Rule):
         is_up = event.name == "_to_copy" and result.dtype == torch.float32
         is_up = is_up and is_below_float32(event.tensors[0].dtype) and event.function in CASTS
         if is_up and self._roundings.of(event.tensors[0]) is not None:
-            upcast = Upcast(event.site, event.tensors[0].dtype)
+            upcast = Upcast(event.location, event.tensors[0].dtype)
             self._upcasts.append(upcast)
             self._marks.put(result, upcast)
 

@@ -10,18 +10,19 @@ import torch.distributed
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.collectives import group_of
-from amp_fx.numerics.audit.recording import COLLECTIVES, Event, Rule, is_below_float32
+from amp_fx.numerics.audit.recording import COLLECTIVES, Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
-from amp_fx.numerics.places import frames_above
-from amp_fx.numerics.shadow import is_custom
-from amp_fx.numerics.storages import Marks
+from amp_fx.observe.ops import is_custom
+from amp_fx.observe.places import frames_above
+from amp_fx.observe.storages import Marks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from amp_fx.graphs.locations import NodeLocation
-    from amp_fx.numerics.audit.recording import AuditMode
+    from amp_fx.numerics.audit.recording import Auditor
     from amp_fx.numerics.audit.report import Finding
+    from amp_fx.observe.recorder import Event
 
 LEAF = "torch::autograd::AccumulateGrad"
 """The node of autograd that adds to the gradient of a leaf."""
@@ -47,20 +48,21 @@ class GradientRule(Rule):
     runs: for a weight, the cast of autocast, or the leaf itself.
     """
 
-    def __init__(self, mode: AuditMode, weights: list[torch.Tensor]) -> None:
-        self._mode = mode
+    def __init__(self, auditor: Auditor, weights: list[torch.Tensor]) -> None:
+        self._auditor = auditor
         self._weights = {id(weight) for weight in weights}
         self._counted: set[int] = set()
         self._sums: Marks[_Sum] = Marks()
         self._first_use: dict[int, NodeLocation] = {}
         self._found: dict[tuple[int, str], Finding] = {}
 
-    def see(self, event: Event) -> None:
+    def after(self, event: Event, before: Any) -> None:
         """Examines the ops of a backward that add, and those that write gradients."""
+        del before
         if event.stage == "forward":
             for tensor in event.tensors:
                 if tensor.is_leaf and tensor.requires_grad:
-                    self._first_use.setdefault(id(tensor), event.site)
+                    self._first_use.setdefault(id(tensor), event.location)
         if event.stage != "backward" or not event.floats:
             return
         is_add = event.name == "add" and len(event.floats) == 2
@@ -92,8 +94,8 @@ class GradientRule(Rule):
     def _see_leaf(self, event: Event, variable: torch.Tensor, *, is_add: bool) -> None:
         if id(variable) not in self._counted:
             self._counted.add(id(variable))
-            module = self._mode.places.module_of(variable)
-            self._mode.uses.add("gradients", event.floats[:1], module)
+            module = self._auditor.recorder.places.module_of(variable)
+            self._auditor.uses.add("gradients", event.floats[:1], module)
         if is_add and event.op._schema.is_mutable:
             added = self._added(event)
             self._sums.put(event.results[0], added)
@@ -104,7 +106,7 @@ class GradientRule(Rule):
     def _added(self, event: Event) -> _Sum:
         """Returns the exact sum of the inputs of an op, which may be sums themselves."""
         old, new = event.floats
-        before = old if event.before is None else event.before
+        before = old if event.overwritten is None else event.overwritten
         known = (self._sum_of(old), self._sum_of(new))
         terms = [
             sum_ or _Sum(tensor.float()) for sum_, tensor in zip(known, (before, new), strict=True)
@@ -117,13 +119,13 @@ class GradientRule(Rule):
         norm = float(torch.linalg.vector_norm(found.exact))
         difference = float(torch.linalg.vector_norm(low.float() - found.exact))
         error = difference / norm if norm else 0.0
-        name = self._mode.places.path_of(variable)
+        name = self._auditor.recorder.places.path_of(variable)
         site = self._first_use.get(id(variable)) if what == "uses" else None
         message = (
             f"The gradients of {found.num_terms} {what} of {name} are added in "
             f"{dtype_name(low.dtype)}: the sum is off by {error:.2%}."
         )
-        found_now = new_finding("gradient_sum_low", site or self._mode.here(), message)
+        found_now = new_finding("gradient_sum_low", site or self._auditor.recorder.here(), message)
         self._found[id(variable), what] = found_now
 
     def findings(self) -> Iterator[Finding]:
@@ -134,11 +136,12 @@ class GradientRule(Rule):
 class CollectiveRule(Rule):
     """Finds ``reduction_low``."""
 
-    def __init__(self, mode: AuditMode) -> None:
-        self._mode = mode
+    def __init__(self, auditor: Auditor) -> None:
+        self._auditor = auditor
 
-    def see(self, event: Event) -> None:
+    def after(self, event: Event, before: Any) -> None:
         """Examines a collective."""
+        del before
         namespace = event.op.namespace
         if namespace not in COLLECTIVES or "reduce" not in event.name or not event.floats:
             return
@@ -152,8 +155,8 @@ class CollectiveRule(Rule):
             f"{event.name} adds {number} values of {ranks} in {dtype_name(tensor.dtype)}: each "
             f"addition is off by up to {torch.finfo(tensor.dtype).eps / 2:.2%}."
         )
-        is_known = event.site.file and not is_custom(event.node)
-        site = event.site if is_known else self._mode.here()
+        is_known = event.location.file and not is_custom(event.node)
+        site = event.location if is_known else self._auditor.recorder.here()
         self.found.append(new_finding("reduction_low", site, message))
 
 

@@ -16,17 +16,18 @@ from torch.optim.optimizer import (
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.locations import NodeLocation
-from amp_fx.numerics.audit.recording import Event, Rule, is_below_float32
+from amp_fx.numerics.audit.recording import Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
-from amp_fx.numerics.state import parameters_of
+from amp_fx.observe.state import parameters_of
 from amp_fx.torch_private import pytree
 from amp_fx.weights.spread import part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from amp_fx.numerics.audit.recording import AuditMode
+    from amp_fx.numerics.audit.recording import Auditor
     from amp_fx.numerics.audit.report import Finding
+    from amp_fx.observe.recorder import Event
 
 LEAST_LOST = 0.1
 """The share of a parameter's elements that have to be lost for a finding."""
@@ -63,8 +64,8 @@ class UpdateRule(Rule):
     with float32 copies, compensated sums or stochastic rounding lose nothing.
     """
 
-    def __init__(self, mode: AuditMode) -> None:
-        self._mode = mode
+    def __init__(self, auditor: Auditor) -> None:
+        self._auditor = auditor
         self._before: dict[int, tuple[list[_Before], Any]] = {}
         self._site = NodeLocation()
         self.num_steps = 0
@@ -83,13 +84,13 @@ class UpdateRule(Rule):
 
     def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         del args, kwargs
-        if self._mode.is_paused:
+        if self._auditor.recorder.is_paused:
             return
-        self._site = self._mode.here()
-        self._mode.guard.hold(optimizer)
+        self._site = self._auditor.recorder.here()
+        self._auditor.recorder.guard.hold(optimizer)
         self.num_steps += 1
-        self._mode.is_updating = True
-        with self._mode.paused(), torch.no_grad():
+        self._auditor.is_updating = True
+        with self._auditor.recorder.paused(), torch.no_grad():
             self._before[id(optimizer)] = self._prepare(optimizer)
 
     def _prepare(self, optimizer: Any) -> tuple[list[_Before], Any]:
@@ -109,23 +110,23 @@ class UpdateRule(Rule):
         found = []
         for parameter in low:
             state = {k: v.clone() for k, v in _state_of(optimizer, parameter).items()}
-            name = self._mode.places.path_of(parameter)
+            name = self._auditor.recorder.places.path_of(parameter)
             value = part_of(parameter).clone()
             found.append(_Before(name, parameter, value, state, twins[parameter]))
         return found, twin
 
     def _end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         del args, kwargs
-        if self._mode.is_paused:
+        if self._auditor.recorder.is_paused:
             return
-        self._mode.is_updating = False
+        self._auditor.is_updating = False
         before, twin = self._before.pop(id(optimizer), ([], None))
-        with self._mode.paused(), torch.no_grad():
+        with self._auditor.recorder.paused(), torch.no_grad():
             for parameter in parameters_of(optimizer):
                 state = dict(optimizer.state.get(parameter, {}))
                 for tensor in filter(_is_tensor, pytree.tree_leaves(state)):
-                    module = self._mode.places.module_of(parameter)
-                    self._mode.uses.add("optimizer states", [tensor], module)
+                    module = self._auditor.recorder.places.module_of(parameter)
+                    self._auditor.uses.add("optimizer states", [tensor], module)
             if before:
                 _step(twin)
                 self._compare(optimizer, before)
@@ -181,7 +182,7 @@ class UpdateRule(Rule):
         )
         has_low_weights = any(is_below_float32(owner.dtype) for owner in owners)
         repair = _FLOAT32_WEIGHTS if has_low_weights else ""
-        module = self._mode.places.path_of(owners[0]).rpartition(".")[0]
+        module = self._auditor.recorder.places.path_of(owners[0]).rpartition(".")[0]
         self.found.append(new_finding("state_low", self._site, message, module, repair))
 
 
@@ -310,18 +311,19 @@ class ScalerRule(Rule):
         scalers: The scalers that the step knows.
     """
 
-    def __init__(self, mode: AuditMode, scalers: list[Any]) -> None:
-        self._mode = mode
+    def __init__(self, auditor: Auditor, scalers: list[Any]) -> None:
+        self._auditor = auditor
         self._is_scaled = any(scaler.is_enabled() for scaler in scalers)
         self._site: NodeLocation | None = None
         self._float16: Event | None = None
         self._others: set[str] = set()
 
-    def see(self, event: Event) -> None:
+    def after(self, event: Event, before: Any) -> None:
         """Notes the dtypes of products, and the check of gradients by a scaler."""
+        del before
         if event.name == "_amp_foreach_non_finite_check_and_unscale":
             self._is_scaled = True
-            self._site = self._site or self._mode.here()
+            self._site = self._site or self._auditor.recorder.here()
         is_trained = torch.is_grad_enabled() and any(t.requires_grad for t in event.floats)
         if event.stage != "forward" or not event.flops or not is_trained:
             return
@@ -335,12 +337,12 @@ class ScalerRule(Rule):
         if self._float16 is not None and not self._is_scaled:
             region = self._float16.region
             is_known = region is not None and bool(region.site.file)
-            site = region.site if is_known and region is not None else self._float16.site
+            site = region.site if is_known and region is not None else self._float16.location
             message = (
                 "Gradients are float16 and no scaler is used: those below 6e-8 become zero, those "
                 "above 65504 infinite."
             )
-            yield new_finding("scaler_missing", site, message, self._float16.site.module)
+            yield new_finding("scaler_missing", site, message, self._float16.location.module)
         elif self._float16 is None and self._is_scaled and self._others:
             names = " and ".join(sorted(self._others))
             message = (

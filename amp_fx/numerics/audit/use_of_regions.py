@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.policy_mode import ambient_policy
-from amp_fx.numerics.audit.recording import Event, Rule, is_below_float32
+from amp_fx.numerics.audit.recording import Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
 from amp_fx.numerics.audit.rounding import CASTS
-from amp_fx.numerics.recorder import is_in_checkpoint
-from amp_fx.numerics.shadow import is_custom
-from amp_fx.numerics.storages import address_of
+from amp_fx.observe.ops import is_custom
+from amp_fx.observe.recorder import is_in_checkpoint
+from amp_fx.observe.storages import address_of
 from amp_fx.policies.policy import preset
 from amp_fx.reports import human
 from amp_fx.tables.cast_policy import CastPolicy
@@ -22,9 +22,11 @@ from amp_fx.tables.cast_policy import CastPolicy
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from amp_fx.numerics.audit.recording import AuditMode
+    from amp_fx.graphs.locations import NodeLocation
+    from amp_fx.numerics.audit.recording import Auditor
     from amp_fx.numerics.audit.regions import Region
     from amp_fx.numerics.audit.report import Finding
+    from amp_fx.observe.recorder import Event
 
 LEAST_FLOPS = 1e5
 LEAST_SHARE = 0.05
@@ -43,21 +45,22 @@ class _Products:
 class RegionRule(Rule):
     """Finds ``float32_product``, ``region_without_effect`` and ``backward_in_region``."""
 
-    def __init__(self, mode: AuditMode) -> None:
-        self._mode = mode
+    def __init__(self, auditor: Auditor) -> None:
+        self._auditor = auditor
         self._products: dict[Region, _Products] = {}
         self._float32: list[Event] = []
         self._flops = 0
-        self._backward: tuple[Event, Region] | None = None
+        self._backward: tuple[NodeLocation, Region] | None = None
 
-    def see(self, event: Event) -> None:
+    def after(self, event: Event, before: Any) -> None:
         """Notes products by region, and ops of a backward in a region."""
+        del before
         region = event.region
         if event.stage == "backward" and self._backward is None:
             is_on = region is not None and region.is_enabled
             if is_on and not is_custom(event.node) and not is_in_checkpoint():
                 assert region is not None
-                self._backward = (dataclasses.replace(event, site=self._mode.here()), region)
+                self._backward = self._auditor.recorder.here(), region
         if event.stage != "forward":
             return
         if event.name == "_to_copy" and event.function not in CASTS and region is not None:
@@ -70,11 +73,11 @@ class RegionRule(Rule):
         is_float32 = all(tensor.dtype == torch.float32 for tensor in event.floats)
         if region is not None and not region.is_asked:
             # Small ops in float32 are what such regions are for.
-            if is_float32 and self._mode.regions.outer(region) is not None and _is_large(event):
+            if is_float32 and self._auditor.regions.outer(region) is not None and _is_large(event):
                 self._float32.append(event)
             return
         has_low = any(is_below_float32(tensor.dtype) for tensor in event.floats)
-        for outer in self._mode.regions.entered:
+        for outer in self._auditor.regions.entered:
             products = self._products.setdefault(outer, _Products())
             products.is_cast |= has_low
             products.other = products.other or event
@@ -93,14 +96,14 @@ class RegionRule(Rule):
                 f"{event.name} with {human(event.flops, '')} operations runs in float32 inside a "
                 f"region {_described(event.region)}, so no tensor core is used."
             )
-            yield new_finding("float32_product", event.site, message)
+            yield new_finding("float32_product", event.location, message)
         if self._backward is not None:
-            event, region = self._backward
+            location, region = self._backward
             message = (
                 f"The backward runs under autocast to {dtype_name(region.dtype)}, which casts ops "
                 "of the backward for a second time; PyTorch does not support that."
             )
-            yield new_finding("backward_in_region", event.site, message)
+            yield new_finding("backward_in_region", location, message)
 
     def _without_effect(self) -> Iterator[Finding]:
         """Yields the lines whose regions cast nothing in any entry."""
@@ -115,7 +118,7 @@ class RegionRule(Rule):
                 f"The region for {region.device_type} and {dtype_name(region.dtype)} casts "
                 f"nothing: the products inside run in {dtypes} on {device}."
             )
-            site = region.site if region.site.file else event.site
+            site = region.site if region.site.file else event.location
             yield new_finding("region_without_effect", site, message)
 
 
@@ -130,7 +133,7 @@ def _is_large(event: Event) -> bool:
     """
     result = event.results[0]
     table = preset("torch").tables.get(result.device.type, {})
-    if table.get(f"aten::{event.site.op}") is CastPolicy.FP32:  # such as cdist
+    if table.get(f"aten::{event.location.op}") is CastPolicy.FP32:  # such as cdist
         return False
     inner = event.flops // (2 * max(1, result.numel()))
     return result.dim() > 0 and min(inner, result.shape[-1]) >= _LARGE
@@ -144,15 +147,15 @@ def _is_by_policy(event: Event) -> bool:
     policy = ambient_policy() or preset("torch")
     table = policy.tables.get(event.tensors[0].device.type, {})
     names = {name.partition(".")[0] for name in table}
-    has_policy = f"aten::{event.site.op}" in names and not event.op._schema.is_mutable
+    has_policy = f"aten::{event.location.op}" in names and not event.op._schema.is_mutable
     return has_policy or policy != preset("torch")
 
 
 class LowWeightRule(Rule):
     """Finds ``weights_low``: weights of low precision in products of a region."""
 
-    def __init__(self, mode: AuditMode, weights: list[torch.Tensor]) -> None:
-        self._mode = mode
+    def __init__(self, auditor: Auditor, weights: list[torch.Tensor]) -> None:
+        self._auditor = auditor
         self._weights = {
             address_of(weight): weight
             for weight in weights
@@ -160,15 +163,16 @@ class LowWeightRule(Rule):
         }
         self._found: dict[str, tuple[torch.dtype, Event]] = {}
 
-    def see(self, event: Event) -> None:
+    def after(self, event: Event, before: Any) -> None:
         """Notes the weights of a product in a region."""
+        del before
         is_on = event.region is not None and event.region.is_enabled
         if event.stage != "forward" or not event.flops or not is_on:
             return
         for tensor in event.floats:
             weight = self._weights.get(address_of(tensor))
             if weight is not None:
-                name = self._mode.places.path_of(weight)
+                name = self._auditor.recorder.places.path_of(weight)
                 self._found.setdefault(name, (tensor.dtype, event))
 
     def findings(self) -> Iterator[Finding]:
@@ -179,10 +183,10 @@ class LowWeightRule(Rule):
         assert event.region is not None
         names = list(self._found)
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        site = event.region.site if event.region.site.file else event.site
+        site = event.region.site if event.region.site.file else event.location
         message = (
             f"{len(names)} trained weights of products are stored in "
             f"{dtype_name(dtype)} ({', '.join(names[:3])}{more}): autocast casts no "
             "weight, and the optimizer rounds each update to that dtype."
         )
-        yield new_finding("weights_low", site, message, event.site.module)
+        yield new_finding("weights_low", site, message, event.location.module)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.explanation.running import leaf_tensors
-from amp_fx.numerics.state import guard_of, leaves_of, parameters_of, undisturbed
+from amp_fx.observe.state import guard_of, leaves_of, parameters_of, undisturbed
 from amp_fx.regions.module_paths import ModulePaths, Program
 from amp_fx.regions.module_stack import call_with_paths
 from amp_fx.torch_private import pytree

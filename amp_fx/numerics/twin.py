@@ -1,6 +1,6 @@
-"""Runs a program together with its shadow, a second program in the reference precision.
+"""Runs a shadow beside a program, a second program in the reference precision.
 
-The mode is below autograd and autocast, so it observes casts, views, writes in place and the
+The recorder is below autograd and autocast, so it observes casts, views, writes in place and the
 backward of any eager code. An op with low inputs or results runs up to three times
 (``ShadowedCall``): as in the program; in the reference on the same inputs, which gives its own
 error; and in the reference on the shadows, which gives the error since the start. If the inputs
@@ -10,7 +10,6 @@ examined.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from typing import TYPE_CHECKING, Any
@@ -19,32 +18,21 @@ import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.running import leaf_tensors
-from amp_fx.graphs.locations import NodeLocation
 from amp_fx.numerics.measures import Measures, exponents, heal, measure_float, rounded_integers
-from amp_fx.numerics.places import is_inside
-from amp_fx.numerics.recorder import Recorder
 from amp_fx.numerics.records import OpRecord, OutputError
-from amp_fx.numerics.shadow import (
-    HALF_TO_FLOAT,
-    OpFacts,
-    Shadows,
-    below_everything,
-    dropped_out,
-    facts_of,
-    is_tracked,
-)
-from amp_fx.numerics.storages import address_of
+from amp_fx.numerics.shadow import HALF_TO_FLOAT, Shadows, dropped_out
 from amp_fx.numerics.suspects import OpGraph
+from amp_fx.observe.ops import is_tracked
+from amp_fx.observe.places import is_inside
+from amp_fx.observe.recorder import Event, Sink
+from amp_fx.observe.storages import address_of
 from amp_fx.random_states import random_state
 from amp_fx.torch_private import pytree
-from amp_fx.torch_private.modes import DisableTorchFunction
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from amp_fx.numerics.state import StateGuard
-    from amp_fx.regions.module_paths import ModulePaths
-    from amp_fx.torch_private.ops import OpOverload
+    from amp_fx.graphs.locations import NodeLocation
 
     Chooser = Callable[[torch.Tensor], torch.Tensor]
     Repetition = Callable[[Any], Any]
@@ -59,120 +47,95 @@ PRODUCTS = frozenset(
 """Kernels in which a rounded position becomes a wrong angle."""
 
 
-@dataclasses.dataclass
 class ShadowedCall:
     """One call of an op, and its repetitions in the reference.
 
-    Attributes:
-        mode: The mode that runs the op.
-        op: The op; None for a product in float8.
-        facts: The facts about the op.
-        args: The arguments.
-        kwargs: The named arguments.
-        tensors: The tensors among them.
+    Args:
+        twin: The sink that the call belongs to.
+        event: The call.
         recipe: The recipe of a product in float8; else empty.
         rounded_to: The dtype of the operands of such a product.
-        stage: ``"forward"``, ``"backward"`` or ``"again"``.
-        location: The location of the op in the program.
-        number: The number of its node of autograd; None without one.
     """
 
-    mode: ShadowMode
-    op: Any
-    facts: OpFacts
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    tensors: list[torch.Tensor]
-    recipe: str = ""
-    rounded_to: torch.dtype | None = None
-    stage: str = ""
-    location: NodeLocation = dataclasses.field(default_factory=NodeLocation)
-    number: int | None = None
-
-    def __post_init__(self) -> None:
-        self.shadows = self.mode.shadows
-        self.written = self.facts.written(self.args, self.kwargs)
+    def __init__(
+        self, twin: Twin, event: Event, recipe: str = "", rounded_to: torch.dtype | None = None
+    ) -> None:
+        self.twin, self.event, self.shadows = twin, event, twin.shadows
+        self.recipe, self.rounded_to = recipe, rounded_to
+        self.op, self.facts, self.args = event.op, event.facts, event.args
+        self.tensors, self.written = event.tensors, event.written
+        if event.kwargs.get("beta") == 0:  # sums with products do not read their first argument
+            self.tensors = [tensor for tensor in self.tensors if tensor is not event.args[0]]
         self.has_diverged = any(map(self.shadows.has_diverged, self.tensors))
         self.has_low = any(self.shadows.is_low(t.dtype) for t in self.tensors)
-        dtypes = [v for v in (*self.args, *self.kwargs.values()) if isinstance(v, torch.dtype)]
+        values = (*event.args, *event.kwargs.values())
+        dtypes = [value for value in values if isinstance(value, torch.dtype)]
         self.names_low = any(map(self.shadows.is_low, dtypes))
         may_differ = self.has_diverged or self.has_low or self.names_low
         self.is_affected = may_differ and not self.facts.is_empty
 
-    def run_once(self) -> Any:
-        """Runs the op as in the program, if the reference runs the same op on the same inputs."""
-        if torch.is_grad_enabled():
-            self.mode.count_node()
-        with DisableTorchFunction():
-            results = self.op(*self.args, **self.kwargs)
-        for result in leaf_tensors(results):
-            if result.is_floating_point() and result.numel():
-                self._note_origin_of_infinity(result)
-        return results
-
-    def _note_origin_of_infinity(self, result: torch.Tensor) -> None:
+    def note_origins(self) -> None:
         """Records an op of the reference that makes infinite numbers from finite ones."""
         if self.facts.is_empty or not self.tensors:
             return
-        with below_everything():
+        for result in self.event.results:
+            if not result.is_floating_point() or not result.numel():
+                continue
             total = float(result.sum())
-            if math.isfinite(total) or _has_infinity(self.tensors):
-                return
-        self.locate()
-        seen = self._new_record(result)
-        seen.is_origin = True
-        seen.max_abs = total
-        self.mode.record(seen)
+            if not math.isfinite(total) and not _has_infinity(self.tensors):
+                seen = self._new_record(result)
+                seen.is_origin = True
+                seen.max_abs = total
+                self.twin.record(seen)
 
-    def locate(self) -> None:
-        """Finds the stage and the location of the op."""
-        self.stage, self.location, self.number = self.mode.place(self.facts.name, self.tensors)
-
-    def run(self) -> Any:
-        """Runs the op, repeats it, and measures its results."""
+    def prepare(self) -> None:
+        """Chooses the inputs of the repetitions, before the op overwrites its own."""
         given = (t for t in self.tensors if not _is_in(t, self.written))
         is_drawn = self.facts.is_random and (
             self.facts.name.endswith("_like") or not any(t.is_floating_point() for t in given)
         )
-        self.locate()
-        inside = {address_of(t) for t in self.tensors}
-        with below_everything():
-            mixed = self._mixed_repetition()
-            before = None if is_drawn else self._repetitions(has_mixed=mixed is not None)
-        with DisableTorchFunction():
-            results = self.op(*self.args, **self.kwargs)
-        if not all(map(is_tracked, leaf_tensors(results))):
-            return self._left_out(results, "its result is not a plain tensor")
-        with below_everything():
-            if before is None:
-                return self._followed(results)
-            try:
-                shadow, repeated = self._repeat(before, results)
-            except (RuntimeError, IndexError, ValueError, NotImplementedError) as error:
-                line = str(error).strip().split("\n")[0]
-                why = f"it does not run in {dtype_name(self.shadows.reference)} ({line})"
-                return self._left_out(self._followed(results), why)
-            if _shapes(shadow) != _shapes(results):
-                why = "its sizes depend on values, which differ"
-                return self._left_out(self._followed(results), why)
-            again = None if mixed is None else mixed(results)
-            seen = self.compare(results, shadow, repeated, inside)
-            if seen is not None and self.stage == "forward" and not math.prod(seen.shape) > 1:
-                seen.magnitude = self._magnitude(shadow)
-            if again is not None and repeated is not None:
-                self._note_errors_of_constants(repeated, again)
-        return results
+        self.event.place  # noqa: B018 - found before the op makes its node of autograd
+        self.inside = {address_of(t) for t in self.tensors}
+        self.mixed = self._mixed_repetition()
+        has_mixed = self.mixed is not None
+        self.repetitions = None if is_drawn else self._repetitions(has_mixed=has_mixed)
 
-    def _left_out(self, results: Any, why: str) -> Any:
-        self.mode.leave_out(self.facts.name, self.location.module, why)
-        return results
+    def finish(self) -> None:
+        """Repeats the op, and measures its results."""
+        results = self.event.result
+        if not all(map(is_tracked, self.event.results)):
+            self._leave_out("its result is not a plain tensor")
+            return
+        if self.repetitions is None:
+            self._follow()
+            return
+        try:
+            shadow, repeated = self._repeat(self.repetitions, results)
+        except (RuntimeError, IndexError, ValueError, NotImplementedError) as error:
+            line = str(error).strip().split("\n")[0]
+            self._follow()
+            self._leave_out(f"it does not run in {dtype_name(self.shadows.reference)} ({line})")
+            return
+        if _shapes(shadow) != _shapes(results):
+            self._follow()
+            self._leave_out("its sizes depend on values, which differ")
+            return
+        again = None if self.mixed is None else self.mixed(results)
+        seen = self.compare(results, shadow, repeated, self.inside)
+        is_forward = self.event.stage == "forward"
+        if seen is not None and is_forward and not math.prod(seen.shape) > 1:
+            seen.magnitude = self._magnitude(shadow)
+        if again is not None and repeated is not None:
+            self._note_errors_of_constants(repeated, again)
 
-    def _followed(self, results: Any) -> Any:
+    def _leave_out(self, why: str) -> None:
+        self.twin.leave_out(self.facts.name, self.event.location.module, why)
+
+    def _follow(self) -> None:
         """Sets the shadows of results to the results, because the op was not repeated."""
-        for tensor in [*leaf_tensors(results), *self.written]:
+        for tensor in [*self.event.results, *self.written]:
             if self.shadows.has_diverged(tensor):
                 self.shadows.put(tensor, self.shadows.widened(tensor), is_fresh=False)
-        return results
 
     def _repetition(self, choose: Chooser) -> Repetition:
         """Returns a function that runs the op in the reference, with the same random numbers.
@@ -188,7 +151,7 @@ class ShadowedCall:
                 return choose(value)
             return self.shadows.wide(value) if isinstance(value, torch.dtype) else value
 
-        args, kwargs = pytree.tree_map(change, (self.args, self.kwargs))
+        args, kwargs = pytree.tree_map(change, (self.args, self.event.kwargs))
         if self.op in HALF_TO_FLOAT and len(args) == 3:
             args = (*args[:2], False)
         run = functools.partial(self.op, *args, **kwargs)
@@ -212,7 +175,7 @@ class ShadowedCall:
 
         The error of a constant, such as a mask of dropout, meets no gradient by itself.
         """
-        is_forward = self.stage == "forward" and self.number is not None
+        is_forward = self.event.stage == "forward" and self.event.place.number is not None
         if not is_forward or self.written or self.op is aten.native_dropout.default:
             return None
         constants = [t for t in self.tensors if not t.requires_grad and t.is_floating_point()]
@@ -233,9 +196,9 @@ class ShadowedCall:
         constants = [t for t in self.tensors if not t.requires_grad]
         entries = [self.shadows.entry(t) for t in constants if self.shadows.has_diverged(t)]
         origins = [e.origin for e in entries if e is not None and e.origin >= 0]
-        if not origins or origins[0] >= len(self.mode.seen):
+        if not origins or origins[0] >= len(self.twin.seen):
             return
-        seen = OpGraph(self.mode.seen).maker_of_error(self.mode.seen[origins[0]])
+        seen = OpGraph(self.twin.seen).maker_of_error(self.twin.seen[origins[0]])
         pairs = zip(leaf_tensors(repeated), leaf_tensors(mixed), strict=True)
         for position, (with_error, without) in enumerate(pairs):
             if with_error.is_floating_point():
@@ -286,7 +249,7 @@ class ShadowedCall:
         if first is None:
             return None
         seen = self._new_record(first)
-        is_measured = self.mode.is_wanted(self.location) and self.stage != "again"
+        is_measured = self.twin.is_wanted(self.event.location) and self.event.stage != "again"
         errors: list[tuple[torch.Tensor, float]] = []
         for position, (result, second, third) in enumerate(zip(low, high, same, strict=True)):
             if not (result.is_floating_point() or result.is_complex()):
@@ -306,11 +269,11 @@ class ShadowedCall:
             if self.has_diverged or self.has_low or self.shadows.is_low(result.dtype):
                 fresh = not _is_in(second, high[:position]) and not _shares(second, self.tensors)
                 self.shadows.put(result, wide, is_fresh=fresh)
-        if is_measured and self.stage == "forward" and self.facts.name in PRODUCTS:
+        if is_measured and self.event.stage == "forward" and self.facts.name in PRODUCTS:
             seen.integers = self._rounded_integers()
         is_recorded = is_measured and bool(seen.numel or seen.flips)
         if is_recorded:
-            self.mode.record(seen)
+            self.twin.record(seen)
         for result, error in errors:
             entry = self.shadows.note(result)
             entry.origin, entry.error = (seen.index if is_recorded else -1), error
@@ -361,14 +324,14 @@ class ShadowedCall:
             found.singular = found.inherited
         if found.overflows > found.fills or found.poisoned or found.singular:
             heal(result, repeated, shadow, is_singular=bool(found.singular))
-            self.mode.num_healed += 1
+            self.twin.num_healed += 1
         if not is_counted:
             return found.accumulated
         exact = (self.shadows.of(t) for t in self.tensors)
         seen.is_origin |= not found.is_finite and not _has_infinity([*exact])
         seen.add(found)
         if seen.stage == "backward" and counts_zeros and found.numel:
-            self.mode.exponents.append((exponents(shadow), found))
+            self.twin.exponents.append((exponents(shadow), found))
         if eps is not None and seen.stage == "forward" and found.local_sq:
             eps = eps if found.is_finite else torch.where(eps.isfinite(), eps, 0)
             output_error = OutputError(seen, position, eps.to(torch.bfloat16))
@@ -382,16 +345,16 @@ class ShadowedCall:
 
     def _keep(self, output_error: OutputError) -> None:
         """Keeps an error until its gradient arrives."""
-        if self.number is not None:
-            self.mode.output_errors.setdefault(self.number, []).append(output_error)
+        if self.event.place.number is not None:
+            self.twin.output_errors.setdefault(self.event.place.number, []).append(output_error)
 
     def _new_record(self, result: torch.Tensor) -> OpRecord:
         entries = [self.shadows.entry(t) for t in self.tensors]
         known = [entry for entry in entries if entry is not None]
         return OpRecord(
-            **self.location._asdict(),
-            index=len(self.mode.seen),
-            stage=self.stage,
+            **self.event.location._asdict(),
+            index=len(self.twin.seen),
+            stage=self.event.stage,
             kernel=self.facts.name,
             dtype=dtype_name(self.rounded_to or result.dtype),
             recipe=self.recipe,
@@ -419,17 +382,15 @@ def _has_infinity(tensors: list[torch.Tensor]) -> bool:
     return any(not bool(t.isfinite().all()) for t in floats)
 
 
-class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
-    """Runs a program together with its shadow."""
+class Twin(Sink):
+    """Runs the shadow of a program beside it.
 
-    def __init__(
-        self,
-        reference: torch.dtype,
-        guard: StateGuard,
-        paths: ModulePaths,
-        modules: tuple[str, ...] | None = None,
-    ) -> None:
-        super().__init__(guard, paths)
+    Args:
+        reference: The dtype of the shadow.
+        modules: Patterns of modules to measure; None for all.
+    """
+
+    def __init__(self, reference: torch.dtype, modules: tuple[str, ...] | None = None) -> None:
         self.shadows = Shadows(reference)
         self.seen: list[OpRecord] = []
         self.exponents: list[tuple[torch.Tensor, Measures]] = []
@@ -444,37 +405,30 @@ class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
         self.num_healed = 0
         self._modules = modules
 
-    def run(
-        self,
-        op: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tensors: list[torch.Tensor],
-    ) -> Any:
-        """Runs an op, and repeats it if the reference may differ."""
-        if not all(map(is_tracked, tensors)):
-            return self.run_other(op, args, kwargs)
-        facts = facts_of(op)
-        if kwargs.get("beta") == 0:  # sums with products do not read their first argument then
-            tensors = [tensor for tensor in tensors if tensor is not args[0]]
-        if facts.is_view:
-            results = op(*args, **kwargs)
-            if _all_share(results, tensors):
-                self.count_node()
-                return results
-        call = ShadowedCall(self, op, facts, args, kwargs, tensors)
-        return call.run() if call.is_affected else call.run_once()
+    def before(self, event: Event) -> ShadowedCall | None:
+        """Prepares the repetitions of an op if the reference may differ."""
+        if not all(map(is_tracked, event.tensors)):
+            self.leave_out(str(event.op), event.location.module, "it is not an op on plain tensors")
+            return None
+        if event.facts.is_view:
+            return None
+        call = ShadowedCall(self, event)
+        if call.is_affected:
+            call.prepare()
+        return call
 
-    def run_other(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs an op that cannot be examined."""
-        why = "it is not an op on plain tensors"
-        self.leave_out(str(func), self.places.here("").module, why)
-        return super().run_other(func, args, kwargs)
-
-    def see_wrapped(self, tensor: torch.Tensor) -> None:
-        """Lists a tensor subclass as not examined."""
-        why = "the effect of ops on its inner tensors on the loss is unknown"
-        self.leave_out(type(tensor).__name__, self.places.here("").module, why)
+    def after(self, event: Event, before: ShadowedCall | None) -> None:
+        """Repeats an op and measures its results."""
+        call = before
+        is_shared = event.facts.is_view and _all_share(event.results, event.tensors)
+        if event.facts.is_view and not is_shared and all(map(is_tracked, event.tensors)):
+            call = ShadowedCall(self, event)  # a view that copied; it has overwritten nothing
+            if call.is_affected:
+                call.prepare()
+        if call is not None and call.is_affected:
+            call.finish()
+        elif call is not None:
+            call.note_origins()
 
     def leave_out(self, op: str, module: str, why: str) -> None:
         """Lists an op as not examined."""
@@ -504,7 +458,7 @@ class ShadowMode(Recorder):  # type: ignore[no-untyped-call]
             self.seen.append(seen)
 
 
-def _all_share(results: Any, tensors: list[torch.Tensor]) -> bool:
+def _all_share(results: list[torch.Tensor], tensors: list[torch.Tensor]) -> bool:
     """Returns True if results share storages with inputs, as the schema of a view allows."""
     addresses = {address_of(t) for t in tensors}
-    return all(address_of(t) in addresses for t in leaf_tensors(results))
+    return all(address_of(t) in addresses for t in results)

@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import UnsupportedError
 from amp_fx.explanation.running import leaf_tensors
-from amp_fx.numerics.shadow import below_everything, is_wrapped
-from amp_fx.numerics.storages import Marks, address_of
+from amp_fx.observe.ops import below_everything, is_wrapped
+from amp_fx.observe.storages import Marks, address_of
 from amp_fx.random_states import random_states
 from amp_fx.regions.variables import variables_of
 from amp_fx.torch_private.fake_tensors import FakeTensor

@@ -87,10 +87,7 @@ EAGER_FORMS: dict[str, Callable[..., Any]] = {
 
 
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = tuple(
-    str(Path(__file__).parents[1] / room)
-    for room in ("numerics", "regions", "graphs", "eager", "front")
-)
+_OURS = str(Path(__file__).parents[1])
 
 
 class CallNotes(TorchFunctionMode):
@@ -107,6 +104,8 @@ class CallNotes(TorchFunctionMode):
             with self:
                 return EAGER_FORMS[str(func)](*args, **(kwargs or {}))
         outer, self.function = self.function, func
+        if func is torch.Tensor.backward:
+            self.function = None  # torch calls no mode for what the backward calls
         self.number += 1
         try:
             return func(*args, **(kwargs or {}))
@@ -176,7 +175,7 @@ def _user_line() -> tuple[str, int]:
     """Returns the innermost line of Python's stack outside of torch and amp_fx."""
     for frame in frames_above():
         name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, *_OURS, "<")):
+        if not name.startswith((_TORCH, _OURS, "<")):
             return name, frame.f_lineno
     return "", 0
 
