@@ -56,9 +56,8 @@ def test_an_entry_is_empty_then_fresh_then_stale_then_fresh(
     own: Store, weight: torch.Tensor
 ) -> None:
     entry = entry_of(own, weight)
-    assert entry.value is None
     assert not entry.is_fresh()
-    refresh(own, weight)
+    assert refresh(own, weight) is entry
     assert entry.is_fresh()
     assert torch.equal(entry.value, weight.bfloat16())
     with torch.no_grad():
@@ -108,7 +107,7 @@ def pausing(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading
 def test_a_write_between_start_and_finish_leaves_the_value_stale(
     own: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The state of the weight is that of the start: see Note [Why a refresh starts before ...]."""
+    """In this case, the time of another thread's write is a second protection."""
     entry = entry_of(own, weight)
     computed, go_on = pausing(monkeypatch)
     thread = threading.Thread(target=refresh, args=(own, weight))
@@ -123,6 +122,24 @@ def test_a_write_between_start_and_finish_leaves_the_value_stale(
     monkeypatch.undo()
     refresh(own, weight)
     assert torch.equal(entry.value, weight.bfloat16())
+
+
+def test_the_state_of_weights_is_recorded_before_values_are_computed(
+    own: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Note [Why a refresh starts before it computes] in ``weights.store``."""
+    entry = entry_of(own, weight)
+    recompute: Callable[..., Any] = module.Store._recompute
+
+    def write_after(this: Store, *args: Any) -> Any:
+        values = recompute(this, *args)
+        weight.add_(1)
+        return values
+
+    monkeypatch.setattr(module.Store, "_recompute", write_after)
+    refresh(own, weight)
+    assert entry.value is not None
+    assert not entry.is_fresh()
 
 
 def test_a_value_that_was_computed_elsewhere_is_stale_if_the_weight_was_written_since(
