@@ -72,8 +72,9 @@ def _tokens() -> Tensor:
 
 def _whisper() -> Case:
     transformers = importlib.import_module("transformers")
-    sizes = {"d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 2}
-    config = transformers.WhisperConfig(encoder_ffn_dim=128, max_source_positions=50, **sizes)
+    sizes = {"d_model": 64, "encoder_layers": 2, "encoder_ffn_dim": 128}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = transformers.WhisperConfig(max_source_positions=50, **sizes, **heads)
     model = transformers.WhisperModel(config).get_encoder()
     return First(model, return_dict=False), (torch.randn(1, config.num_mel_bins, 100),)
 
@@ -162,7 +163,7 @@ MODELS: dict[str, Callable[[], Case]] = {
     "regnety": lambda: _timm("regnety_002"),
     "convnext": lambda: _timm("convnext_atto", depths=(1, 1, 1, 1)),
     "vit (timm)": lambda: _timm("vit_tiny_patch16_224", img_size=64, depth=3),
-    "mixer": lambda: _timm("mixer_s32_224", img_size=64, num_blocks=3),
+    "mixer": lambda: _timm("mixer_s32_224", img_size=64),
     "pvt_v2": lambda: _timm("pvt_v2_b0"),
     "bert": lambda: _transformers("BertModel", _tokens(), _PLAIN, intermediate_size=128, **_SMALL),
     "gpt2": lambda: _transformers(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from typing import TYPE_CHECKING, Any
 
 from torch._dispatch.python import enable_python_dispatcher
@@ -42,15 +43,17 @@ __all__ = (
 
 @contextlib.contextmanager
 def fake_tensors_on(device: torch.device) -> Iterator[None]:
-    """Context in which fake tensors of real tensors, and new tensors, are on another device.
+    """Context in which this thread's fake tensors, and new tensors, are on another device.
 
     The machine need not have the device (``csrc.guards``). Relies on
     ``MetaTensorDescriber.describe_tensor``, whose result has the device of the fake tensor.
     """
-    describe = MetaTensorDescriber.describe_tensor
+    describe, thread = MetaTensorDescriber.describe_tensor, threading.get_ident()
 
     def describe_on_device(self: MetaTensorDescriber, t: torch.Tensor, **settings: Any) -> Any:
-        return dataclasses.replace(describe(self, t, **settings), device=device)
+        description = describe(self, t, **settings)
+        is_here = threading.get_ident() == thread
+        return dataclasses.replace(description, device=device) if is_here else description
 
     with replaced((MetaTensorDescriber, "describe_tensor", describe_on_device)), device:
         yield

@@ -256,11 +256,13 @@ def test_weights_that_require_gradients(tmp_path: Path) -> None:
     class Biased(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.bias = nn.Parameter(torch.randn(1, 2, 8, 8))
+            self.table = nn.Embedding(8, 2)  # read in float32, as that of T5
 
         def forward(self, x: Tensor) -> Tensor:
             heads = x.view(*x.shape[:2], 2, 4).transpose(1, 2)
-            y = nn.functional.scaled_dot_product_attention(heads, heads, heads, self.bias)
+            distance = torch.arange(8)[:, None] - torch.arange(8)
+            bias = self.table(distance.abs()).permute(2, 0, 1).unsqueeze(0)
+            y = nn.functional.scaled_dot_product_attention(heads, heads, heads, bias)
             result: Tensor = y.transpose(1, 2).reshape(*x.shape)
             return result
 
@@ -379,3 +381,30 @@ def test_batch_norms_that_cannot_be_folded(tmp_path: Path) -> None:
     files = [written(program, tmp_path) for program in programs]
     assert ops(files[0]) == ops(files[1])
     torch.testing.assert_close(programs[0].module()(x), programs[1].module()(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("preset", "name"), [("head", "lm_head"), ("router", "router")])
+def test_presets_with_float32_results(preset: str, name: str, tmp_path: Path) -> None:
+    model, x = nn.Sequential(), torch.randn(4, 8)
+    model.add_module("first", nn.Linear(8, 8))
+    model.add_module(name, nn.Linear(8, 4))
+    program = amp_fx.export(
+        model.eval(), (x,), device_type="cuda", dtype=torch.float16, policy=preset
+    )
+    file = written(program, tmp_path)
+    assert ops(file)["Gemm"] == ops(file)["MatMul"] == 1
+    [found] = onnx_nodes.run(file, x)
+    torch.testing.assert_close(found, program.module()(x), rtol=0, atol=1e-7)
+
+
+def test_large_weights_are_in_a_second_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.onnx._internal.exporter import _onnx_program
+
+    monkeypatch.setattr(_onnx_program, "_LARGE_MODEL_THRESHOLD", 1000)
+    program = amp_fx.export(mlp(), (x := torch.randn(4, 64),), dtype=torch.bfloat16)
+    file = written(program, tmp_path)
+    assert (tmp_path / "model.onnx.data").stat().st_size > 64 * 128 * 2
+    [found] = onnx_nodes.run(file, x)
+    torch.testing.assert_close(found, program.module()(x), rtol=0, atol=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -60,3 +61,10 @@ def test_optimizer_of_torch_onnx_keeps_batch_norms() -> None:
         names = {type(r).__name__ + str(r) for r in before if id(r) in removed}
     assert len(names) == len(removed) >= 3
     assert rewriter._DEFAULT_REWRITE_RULES is before
+
+
+def test_fake_tensors_of_other_threads_stay_where_they_are() -> None:
+    real = torch.randn(2)
+    with fake_tensors_on(torch.device("cuda", 0)), ThreadPoolExecutor(1) as pool:
+        fake = pool.submit(FakeTensorMode().from_tensor, real).result()
+    assert fake.device.type == "cpu"
