@@ -66,6 +66,23 @@ def the_device_conforms() -> None:
     assert failed == changed
 
 
+def a_weight_that_is_used_twice_gets_the_gradient_of_eager_autocast() -> None:
+    """Its cast is shared in C++, so that gradients are added in the low dtype, also if compiled."""
+    amp_fx.register_device(DEVICE)
+    for dtype in LOW:
+        grads = []
+        for compiler in (None, "eager", "aot_eager"):
+            torch.manual_seed(0)
+            linear = torch.nn.Linear(8, 8).to(DEVICE)
+            run: Any = lambda x, f=linear: f(f(f(x)))  # noqa: E731
+            if compiler:
+                run = torch.compile(run, backend="amp_fx", options={"compiler": compiler})
+            with torch.autocast(DEVICE, dtype):
+                out = run(torch.randn(4, 8).to(DEVICE))
+            grads.append(torch.autograd.grad(out.float().square().sum(), linear.weight)[0])
+        assert all(torch.equal(grads[0].cpu(), grad.cpu()) for grad in grads)
+
+
 def banned_ops_say_so() -> None:
     """With PyTorch's words for PyTorch's own ban."""
     x = torch.rand(2, device=DEVICE)
@@ -79,5 +96,10 @@ def banned_ops_say_so() -> None:
 
 PROGRAMS: dict[str, Callable[[], None]] = {
     function.__name__: function
-    for function in (ops_have_the_policies_of_the_table, the_device_conforms, banned_ops_say_so)
+    for function in (
+        ops_have_the_policies_of_the_table,
+        the_device_conforms,
+        a_weight_that_is_used_twice_gets_the_gradient_of_eager_autocast,
+        banned_ops_say_so,
+    )
 }
