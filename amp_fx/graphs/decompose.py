@@ -325,10 +325,10 @@ class _PolicyTable:
             self.num_changed += 1
             with self._record_unchanged():
                 return corrected(*args, **kwargs)
+        num_changed = self.num_changed
         function = self._function_of(op, args)
         if function is None:
             return NotImplemented
-        num_changed = self.num_changed
         # The ops inside reach this table one by one. If none of them is cast, the trace keeps the
         # composite op, for which AOTAutograd and inductor have their own decompositions.
         with _roll_back_unless(self.tracer, lambda: self.num_changed > num_changed):
@@ -342,6 +342,7 @@ class _PolicyTable:
         if op is torch.ops.aten.lstm.input:
             low_dtype = self._state.low_dtype("cpu") if "cpu" in self._state.enabled else None
             if version := lstm_version(args, low_dtype):
+                self.num_changed += 1  # also without casts, AOTAutograd cannot take the kernel
                 return version
         # A write to a cast would be lost.
         if op._schema.is_mutable:

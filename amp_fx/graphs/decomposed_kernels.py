@@ -6,6 +6,7 @@ no policy, and AOTAutograd calls that op with autocast off.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -228,8 +229,12 @@ def lstm_version(args: tuple[Any, ...], low_dtype: torch.dtype | None) -> Callab
     if low_dtype is None or has_projections or hidden.device.type != "cpu":
         return None
     has_backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(args))
-    # Elsewhere the kernel stays, which computes all steps of a sequence in one call.
-    return lstm if has_backward or has_product_kernels(low_dtype) is False else None
+    has_units = has_product_kernels(low_dtype) is not False
+    if has_units and not has_backward:
+        return None  # the kernel computes all steps of a sequence in one call
+    # Eager code calls oneDNN for these inputs, under autocast with all arguments in low precision.
+    is_fused = torch.backends.mkldnn.enabled and (has_units or args[0].dtype is torch.float32)
+    return functools.partial(lstm, dtype=low_dtype if is_fused else None)
 
 
 _WITH_PRODUCTS: Mapping[Any, Callable[..., Any]] = {

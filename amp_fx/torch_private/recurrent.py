@@ -21,10 +21,13 @@ def lstm(
     train: bool,
     bidirectional: bool,
     batch_first: bool,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Version of ``aten::lstm.input`` without oneDNN's fused kernel.
 
-    Same as the decomposition that AOTAutograd uses for inputs that require gradients.
+    Same as the decomposition that AOTAutograd uses for inputs that require gradients, but for the
+    dtype of the results: ``dtype``, unless it is None.
     """
     has_projections = states[0].size(2) != states[1].size(2)
     layers = gather_params(weights, has_biases, has_projections)  # type: ignore[no-untyped-call]
@@ -41,4 +44,5 @@ def lstm(
         one_layer_lstm,
     )
     hidden, cells = zip(*last, strict=True)
-    return result, torch.stack(hidden), torch.stack(cells)
+    results = result, torch.stack(hidden), torch.stack(cells)
+    return results if dtype is None else tuple(value.to(dtype) for value in results)  # type: ignore[return-value]
