@@ -106,6 +106,7 @@ def with_added(
     """
     pipeline = list(passes)
     inserted: set[str] = set()
+    # Registered passes first: one of the options may be added after a registered one.
     for entry in [*_registered.values(), *map(AddedPass, added)]:
         if _is_aot(entry) != is_aot:
             continue

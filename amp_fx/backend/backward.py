@@ -1,16 +1,4 @@
-"""Compiles graphs with the autocast state in which eager code would run their backward.
-
-The forward is traced with autocast off, because its casts are nodes. Eager code runs the backward
-in the autocast state of the call of ``backward()``:
-
-- autocast is off if the call is outside of the region, as PyTorch recommends;
-- the region is active if the compiled function itself calls ``backward()``: Dynamo ends the graph
-  at the call.
-
-A backward that multiplies values of several dtypes is also traced in the region. An example is a
-float32 gradient and a bfloat16 tensor that a ``torch.autograd.Function`` saved. Eager code fails
-there with autocast off; ``torch.compile`` works, because it traces every backward in the region.
-"""
+"""Compiles graphs with the autocast state in which eager code would run their backward."""
 
 from __future__ import annotations
 
@@ -37,6 +25,21 @@ if TYPE_CHECKING:
     Compiled = Callable[..., Any]
 
 
+# Note [Backward outside of the region]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# AOTAutograd traces the backward together with the forward. The forward is traced with autocast
+# off, because its casts are nodes. Eager code runs the backward in the autocast state of the call
+# of ``backward()``:
+#
+# - autocast is off if the call is outside of the region, as PyTorch recommends;
+# - the region is active if the compiled function itself calls ``backward()``: Dynamo ends the graph
+#   at the call.
+#
+# A backward that multiplies values of several dtypes is also traced in the region. An example is a
+# float32 gradient and a bfloat16 tensor that a ``torch.autograd.Function`` saved. Eager code fails
+# there with autocast off; ``torch.compile`` works, because it traces every backward in the region.
+
+
 def compile_with_backward(
     state: AutocastState,
     gm: fx.GraphModule,
@@ -60,10 +63,13 @@ def compile_with_backward(
     if not has_backward or not state.enabled or not options.uses_aot_autograd:
         with no_autocast():
             return compile_inner(gm, *given)
+    # See Note [Backward outside of the region].
     if AutocastState.ambient().enabled and ends_at_backward():
         return _trace_in(state, gm, *given)
     try:
         with no_autocast():
+            # Of a copy, because the graph is compiled again if its backward mixes dtypes, and
+            # compilers edit their graph.
             return compile_inner(copy_graph_module(gm), *given, refuses_mixtures=True)
     except MixedDtypesError:
         return _trace_in(state, gm, *given)

@@ -132,8 +132,9 @@ def compile_with_inductor(
         stack.enter_context(region_markers_cacheable())
         stack.enter_context(repaired_inductor())
         stack.enter_context(keyed(options))
+        # A hit of AOTAutograd's cache would lack the wrapper that ``separate_inputs`` adds.
         if has_cudagraphs(settings):
-            stack.enter_context(without_autograd_cache())  # it lacks what ``separate_inputs`` adds
+            stack.enter_context(without_autograd_cache())
         stack.enter_context(whole_ops(options))
         return compile_fx_module.compile_fx(  # type: ignore[return-value]
             gm,
@@ -192,6 +193,7 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: A
     """
     from amp_fx.torch_private.inductor import compile_fx_module
 
+    # Last, because passes add and remove inputs: CUDA graphs see those of the code.
     separated = separate_inputs(gm, kwargs.get("static_input_idxs") or ())
     stage = "backward" if kwargs.get("is_backward") else "forward"
     with working(f"inductor's {stage}"), repaired_inductor(), keyed_graph(gm):
@@ -210,6 +212,7 @@ def _backward_or_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwar
     if not kwargs.get("is_backward"):
         return compile_graph(gm, example_inputs, **kwargs)
     uncompiled = fx.GraphModule(gm, copy.copy(gm.graph))  # inductor edits its graph
+    # The graph is after AOTAutograd, whose casts are nodes: run op by op, it has the same dtypes.
     try:
         return compile_graph(gm, example_inputs, **kwargs)
     except Exception as error:

@@ -96,6 +96,7 @@ def separate_inputs(gm: fx.GraphModule, static: Iterable[int]) -> CudagraphInput
     """Removes returned static inputs from a graph and finds unused ones, if CUDA graphs are on."""
     if not _is_on({}):
         return CudagraphInputs({}, {})
+    # A graph that is saved cannot have a wrapper, so its outputs stay.
     returned = {} if is_ahead_of_time() else _remove_returned(gm, static)
     unused = _unused_inputs(gm)
     with unset_fake_temporarily():

@@ -50,6 +50,8 @@ def keyed(options: Options) -> Iterator[None]:
         [f"{each.name}={getattr(each, 'cache_key', '')}" for each in users],
     )
     with contextlib.ExitStack() as stack:
+        # The options are in this key only. Inductor's key comes from the graph that they led to,
+        # so graphs that come out alike share code.
         stack.enter_context(_tagged(f"{version()} {chosen}"))
         if not all(hasattr(each, "cache_key") for each in users):
             stack.enter_context(functorch_config.patch(enable_autograd_cache=False))
@@ -58,6 +60,8 @@ def keyed(options: Options) -> Iterator[None]:
 
 def keyed_graph(gm: fx.GraphModule) -> contextlib.AbstractContextManager[None]:
     """Context in which inductor's key contains the metadata of a graph that lowerings read."""
+    # ``node.meta`` is not part of the code of a graph, and strides are not in it: two programs can
+    # differ in these alone.
     marks = [
         (index, key)
         for index, node in enumerate(gm.graph.nodes)

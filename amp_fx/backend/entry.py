@@ -74,6 +74,8 @@ def amp_fx(
 def _handle_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
     if _is_compiled_autograd():  # backward() is not part of a bare region
         return _with_fallback(gm, compile_inner, example_inputs, options)
+    # Dynamo guards autocast's state, but not whether a disabled region is around a call, which
+    # requests full precision; no region at all makes the graph a region.
     if options.bare_region:
         guard_disabled_region()
     gm, attributes = with_attributes_as_inputs(gm)
@@ -98,8 +100,11 @@ def _handle_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
             caching if is_cached else None,
         )
     finally:
+        # Compiled code is in Dynamo's cache and would keep the weights of a deleted model alive.
         if caching is not None:
             caching.release()
+    # The wrappers below are the state of eager code around the call: code inside of them is
+    # compiled for it.
     if attributes:
         compiled = _called_with(attributes, compiled)
     if enters_regions(rewritten.gm):
@@ -148,7 +153,8 @@ def _with_fallback(
     """Calls the inner compiler; if it fails, returns a function that runs the graph op by op."""
     if not options.fallback or options.compiler == "eager":
         return compile_graph(gm, example_inputs, options, caching)
-    uncompiled = copy_graph_module(gm)  # inner compilers edit their graph
+    # Inner compilers edit their graph, also if they fail, so the fallback needs a copy.
+    uncompiled = copy_graph_module(gm)
     try:
         return compile_graph(gm, example_inputs, options, caching)
     except (RestartAnalysis, SkipFrame):

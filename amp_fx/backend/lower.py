@@ -110,6 +110,8 @@ class Caching:
         torch's partitioner keeps values marked ``MUST_SAVE`` only if the forward computes them
         anyway. So they are outputs of the forward while the graph is partitioned.
         """
+        # The backward reads the same cached values as the forward, so it must get them from the
+        # forward: AOTAutograd passes a backward nothing but saved tensors and gradients.
         saved = self._save_values(gm)
         _add_outputs(gm, num_fwd_outputs, saved)
         num_outputs = num_fwd_outputs + len(saved)
@@ -126,6 +128,7 @@ class Caching:
             graph: A forward graph.
             packs: Whether weights become constants; None means if they may.
         """
+        # A graph with gradients cannot be packed: its backward reads the plain weight.
         is_inference = graph.stage == "inference"
         is_packed = is_inference and self.is_packable if packs is None else packs
         placeholders = graph.gm.graph.find_nodes(op="placeholder")
@@ -191,6 +194,7 @@ def find_cached(
         stored=set() if options.freezing else stored_tensors(rewritten.frame.modules()),
         is_training_cached=options.weight_cache == "training",
     )
+    # Without autocast, the program asked for float32, whose packed kernels have other bits.
     is_packable = _has_autocast(rewritten.gm.graph) and may_pack(options, inputs)
     owner = owner_of(rewritten.gm, rewritten.root)
     return Caching(candidates, options, owner, is_packable, can_watch)
@@ -271,6 +275,7 @@ def lower_graph(
         **kwargs: Other arguments of the inner compiler.
     """
     graph = AotGraph(gm, example_inputs, kwargs, is_inductor)
+    # Without caching, a backward has no cached values among its inputs to protect either.
     if caching is None:
         rewrite_graph(graph, options, None)
         return compile_graph(gm, example_inputs, **kwargs)
@@ -278,11 +283,15 @@ def lower_graph(
         rewrite_graph(graph, options, caching.candidates)
         compiled = compile_graph(gm, example_inputs, **kwargs)
         return checked_backward(compiled, caching.owner) if is_checking() else compiled
+    # Before the passes, which may remove the copies that this checks for.
     returned = computed_outputs(gm, graph.num_returned)
     has_data = not any(type(w.tensor) is FakeTensor for w in caching.candidates.weights.values())
+    # Packing computes values while it rewrites, which takes data. Weights are fake if Dynamo's
+    # ``DDPOptimizer`` splits a graph into parts.
     call = None
     if caching.is_packable and graph.stage == "inference" and has_data:
         try:
+            # Of a copy: whether a graph can be packed is known after its code was generated.
             call = _lower_packed(graph.copy(), caching, compile_graph)
         except CannotPackError as error:
             log.debug("not packed: %s", error)
@@ -346,6 +355,8 @@ def pack_graph(
     """
     from amp_fx.torch_private.inductor import GraphLowering
 
+    # All that depends on the graph as AOTAutograd made it comes first: the passes replace inputs
+    # and layouts.
     gm = graph.gm
     placeholders, written = gm.graph.find_nodes(op="placeholder"), written_inputs(gm)
     weights = {i: weight for i, weight in weights.items() if placeholders[i] not in written}

@@ -310,6 +310,7 @@ def run_passes(
         AmpFxError: A pass rejected the graph.
         AssertionError: The graph violates an invariant after a pass (``check``).
     """
+    # The check evaluates every node again, so it is on in tests and random programs only.
     is_checked = is_checking() if check is None else check
     reports: list[PassReport] = []
     for current in passes:
@@ -324,6 +325,7 @@ def run_passes(
                 _lint(gm)
             _check_conditions(gm, current, "ensures")
         except AmpFxError:
+            # A pass rejects a graph on purpose, and the caller or the user gets its own message.
             raise
         except Exception as error:
             before = ", ".join(report.name for report in reports) or "nothing"
@@ -337,6 +339,8 @@ def run_passes(
         _log_pass(gm, report)
         if observer is not None:
             observer.after_pass(report, gm)
+    # Once, at the end: no pass runs the code of a graph, and generating it takes long for large
+    # graphs.
     if any(report.counts for report in reports):
         for module in _graph_modules(gm):
             module.recompile()

@@ -107,6 +107,7 @@ class CachedCall:
             StaleWeightError: With ``verify="full"``, a weight was written without a signal. With
                 ``AMP_FX_CHECK=1``, compiled code wrote to a cached value.
         """
+        # The list is the only other reference to activations: clearing it lets the code free them.
         args = tuple(boxed_args)
         boxed_args.clear()
         bound, inputs = self.enter(args) or self.prepare(args)
@@ -135,6 +136,8 @@ class CachedCall:
         self, values: Sequence[Any], started: Any, weights: Mapping[int, torch.Tensor]
     ) -> None:
         """Stores values that were computed on the CPU while the graph was compiled."""
+        # ``StreamOrder`` knows the streams of calls, not that of a compilation. On accelerators,
+        # the first call computes the values again.
         if accelerator_devices(weights.values()):
             return
         order = {position: i for i, position in enumerate(weights)}
@@ -154,6 +157,7 @@ class CachedCall:
             self.devices = accelerator_devices(args[i] for s in self.specs for i in s.positions)
         if self.devices and is_capturing(self.devices):
             return None  # replays run no Python, so the captured graph must compute the values
+        # Before the check of freshness: a write without a signal leaves values fresh.
         if self.verify == "full":
             self._verify(args)
         if self.devices:
@@ -168,6 +172,8 @@ class CachedCall:
         if call is None:
             return None
         try:
+            # The order of these steps matters: once the stream is noted, no refresh on another
+            # stream reuses memory that this call reads.
             STORE.streams.note(devices)
             STORE.wait_for_refreshes(devices)
             _, inputs = call  # another thread may have refreshed values since
@@ -188,6 +194,7 @@ class CachedCall:
         Returns:
             The result of ``_bound`` and the inputs of the code.
         """
+        # Outside of the lock, because warnings run code of the user.
         if self._cache.found_mismatch:
             self._investigate(self._suspects(args))
         weights = [
@@ -195,6 +202,8 @@ class CachedCall:
         ]
         devices = self.devices or ()
         with STORE.locked() as is_outermost, computing_values():
+            # A captured CUDA graph must contain the computation, because its replays run no Python
+            # that could compute values; an inner call must not change the store (``locked``).
             if not is_outermost or is_capturing(devices):
                 values = [compute(spec, w) for spec, w in zip(self.specs, weights, strict=True)]
                 code = self._bound(values)
@@ -206,6 +215,7 @@ class CachedCall:
                 finally:
                     STORE.streams.record(devices)
             self._hold(values if devices else ())
+            # Under the lock: from here on, no refresh reuses the memory of these values.
             self._cache.begin()
         return code, [*(args[i] for i in self.passed), *flattened(values[self.num_constants :])]
 
@@ -223,9 +233,11 @@ class CachedCall:
             compute(spec, tensors) if entry is None else entry.slot.value
             for spec, entry, tensors in zip(self.specs, entries, weights, strict=True)
         ]
+        # After the refresh, because only then the bytes of new values are known.
         STORE.enforce_limit(cached)
         code = self._bound(values)
         is_remembered = self._bind is None and self._cache.entries(args) is not None
+        # Only complete sets are remembered: the check in C++ has no way to compute a value.
         if (
             not is_remembered
             and has_all_entries

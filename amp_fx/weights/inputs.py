@@ -151,6 +151,7 @@ class Candidates:
         if len(tensors) != len(self.tensors):
             rejected |= {weight.name: OTHER_INPUTS for weight in chosen.values()}
             return dataclasses.replace(self, weights={}, rejected=rejected)
+        # AOTAutograd adds and removes inputs that are numbers, but keeps the order of the tensors.
         position_of = dict(zip(self.tensors, tensors, strict=True))
         weights = {position_of[i]: weight for i, weight in chosen.items()}
         on_accelerators = [n for n in map(placeholders.__getitem__, weights) if not _is_on_cpu(n)]
@@ -159,6 +160,8 @@ class Candidates:
             in_kernels |= read_whole(on_accelerators)
         for i in [i for i in weights if placeholders[i] in in_kernels]:
             rejected[weights.pop(i).name] = READ_BY_KERNEL
+        # A last check that the positions belong to the weights: a wrong position would be a wrong
+        # number.
         pairs = [(VALUE.of(placeholders[i]), weight.tensor) for i, weight in weights.items()]
         if any(_layout(value) != _layout(weight) for value, weight in pairs):
             rejected |= {weight.name: OTHER_LAYOUT for weight in weights.values()}
@@ -191,6 +194,7 @@ def find_candidates(
     for i, tensor in inputs.tensors.items():
         if tensor.layout is torch.strided:
             sharing[_storage_of(tensor)].add(i)
+    # Versions of the rewritten graph's values, because its evaluation ran all writes.
     written = {i for i, node in enumerate(values) if is_written(node)}
     weights: dict[int, Weight] = {}
     rejected: dict[str, str] = {}

@@ -7,25 +7,6 @@ is computed, so that it can be computed again. Compiled code looks up its consta
 of its module, so ``PackedGraph.bind`` can replace them after a write. Inductor's ``freeze`` is not
 used: it treats every parameter and buffer as constant and does not record how constants were
 computed.
-
-Note [Cached values are read-only]
-~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-A cached value, or an alias of a weight, outlives the call. AOTAutograd and inductor decide in many
-places which memory a graph may write, reuse, merge or return. All of these protect the inputs of a
-graph and none protects its constants or intermediate results. So values are inputs:
-
-- ``get_attr`` constants may be overwritten by oneDNN's in-place sums (``mkldnn_fusion``), returned
-  in place of their copies (``remove_noop_ops``), and merged if their addresses are equal while the
-  graph is compiled (``GraphLowering.allocate_non_dup_const_name``). ``constants_to_inputs`` leaves
-  constants to kernels that look them up and only read them. It rejects constants with one address.
-- Inductor's freezing passes run before. They remove copies that the graph returns;
-  ``pack_for_kernels`` adds these again.
-- AOTAutograd sees a value that the forward saves as an intermediate result, which the backward may
-  overwrite (``bw_donated_idxs``); ``keep_saved`` removes it from that list. A backward may also
-  return it as a gradient; the pass ``copy_returned_inputs`` adds a copy.
-- Values that the caller gets are not cached (``aliases.escaping``).
-
-``AMP_FX_CHECK=1`` checks the result without such a list (``read_only``).
 """
 
 from __future__ import annotations
@@ -67,6 +48,27 @@ if TYPE_CHECKING:
     from amp_fx.weights.prepare import CachedValueSpec
 
     Run = Callable[[fx.Node, Mapping[fx.Node, Any]], Any]
+
+
+# Note [Cached values are read-only]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# A cached value, or an alias of a weight, outlives the call. AOTAutograd and inductor decide in
+# many places which memory a graph may write, reuse, merge or return. All of these protect the
+# inputs of a graph and none protects its constants or intermediate results. So values are inputs:
+#
+# - ``get_attr`` constants may be overwritten by oneDNN's in-place sums (``mkldnn_fusion``),
+#   returned in place of their copies (``remove_noop_ops``), and merged if their addresses are
+#   equal while the graph is compiled (``GraphLowering.allocate_non_dup_const_name``).
+#   ``constants_to_inputs`` leaves constants to kernels that look them up and only read them. It
+#   rejects constants with one address.
+# - Inductor's freezing passes run before. They remove copies that the graph returns;
+#   ``pack_for_kernels`` adds these again.
+# - AOTAutograd sees a value that the forward saves as an intermediate result, which the backward
+#   may overwrite (``bw_donated_idxs``); ``keep_saved`` removes it from that list. A backward may
+#   also return it as a gradient; the pass ``copy_returned_inputs`` adds a copy.
+# - Values that the caller gets are not cached (``aliases.escaping``).
+#
+# ``AMP_FX_CHECK=1`` checks the result without such a list (``read_only``).
 
 
 class CannotPackError(AmpFxError):
@@ -149,6 +151,7 @@ class Constants:
             for node in gm.graph.find_nodes(op="get_attr")
             if str(node.target) in self.copies
         }
+        # Constants may be returned, but not what is computed from them: the caller owns it.
         returned = escaping(gm, len(gm.graph.output_node().args[0])) - set(sources)  # type: ignore[arg-type]
         copies = copy_prepared(gm, sources, self.prepare, skipped=returned)
         with _mode_of([getattr(gm, str(node.target)) for node in sources]), torch.no_grad():
@@ -310,6 +313,8 @@ def compile_packed(
         without_input_asserts([str(node.target) for node in new_inputs]),
     ):
         compiled = compile_graph(gm, [*example_inputs, *examples], **kwargs)
+    # Inductor may have computed constants of its own. Each constant of the code must be one that
+    # can be computed again after a write.
     by_name = _constants_of(gm, compiled, constants, of_templates)
     if not by_name and not constants.specs:
         raise CannotPackError("no value in the graph depends on weights alone")

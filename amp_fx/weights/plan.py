@@ -85,17 +85,20 @@ def plan(gm: fx.GraphModule, candidates: Candidates, num_returned: int) -> Cache
     placeholders = gm.graph.find_nodes(op="placeholder")
     names = {i: weight.name for i, weight in candidates.weights.items()}
     prepare = Prepare(names)
+    # A value of a weight that the graph itself writes would be stale after every call.
     written = written_inputs(gm)
     sources = {
         placeholders[i]: prepare.weight(i, VALUE.of(placeholders[i]))
         for i in names
         if placeholders[i] not in written
     }
+    # The caller may write to what it gets. A weight that is returned as it is stays the caller's.
     returned = escaping(gm, num_returned) - set(placeholders)
     copies = copy_prepared(gm, sources, prepare, skipped=returned)
     nodes = {n: copies[n] for n in values_read(copies, prepare, sources, has_views=False)}
     specs = prepare.specs(nodes.values())
     uncached = {**candidates.rejected, **why_uncached(gm, candidates, num_returned)}
+    # Aliases alone cache nothing: the graph then reads the weights themselves, and is not changed.
     if not nodes:
         return CachePlan(passed=tuple(range(len(placeholders))), uncached=uncached)
     still_read = _nodes_needed(gm, nodes)

@@ -34,6 +34,8 @@ def split(gm: fx.GraphModule, plan: CachePlan) -> None:
         gm: A forward graph of AOTAutograd.
         plan: The plan of the same graph, which caches at least one value.
     """
+    # New inputs come after all others, so that positions of the others do not change until the
+    # weights are removed.
     placeholders = gm.graph.find_nodes(op="placeholder")
     by_copy: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
     for node, copy in plan.nodes.items():  # equal nodes share a copy
@@ -48,6 +50,7 @@ def split(gm: fx.GraphModule, plan: CachePlan) -> None:
             last.meta = {k: v for k, v in replaced[0].meta.items() if k != "recompute"}
             for node in replaced:
                 node.replace_all_uses_with(last)
+    # Weights can be erased once the nodes that computed the values are gone.
     gm.graph.eliminate_dead_code()
     for i in set(range(len(placeholders))).difference(plan.passed):
         gm.graph.erase_node(placeholders[i])

@@ -37,6 +37,19 @@ MAX_FOREACH_ELEMENTS = 320 * 65536
 (``ATen/native/cuda/MultiTensorApply.cuh``). Larger tensors are copied faster one by one."""
 
 
+# Note [Why a refresh starts before it computes]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# A refresh has three steps: ``start`` records the state of the weights (the count of writes, the
+# version and the sampled elements), then the values are computed, then ``finish`` marks them as
+# fresh in the recorded state. A write by another thread, or by a hook that runs meanwhile, may
+# come before or after the weight was read. With the state of the start, the value counts as stale
+# in both cases, and the next call computes it again, which costs time only. With the state of the
+# end, the write would be part of the recorded state, and a value of the old weight would be used.
+#
+# The same holds for values that are computed while a graph is compiled: ``Store.start`` comes
+# before the passes that fold constants, and ``Store.adopt`` after the compilation.
+
+
 class Store:
     """All values of the process, protected by ``locked``.
 
@@ -72,6 +85,9 @@ class Store:
         if not self._lock.acquire(blocking=waits):
             yield False
             return
+        # Computing a value may run code of the user, such as an op of a subclass or a finalizer of
+        # the garbage collector, and that may call a compiled graph again, in this thread. The inner
+        # call must not change entries in the midst of a change, so it computes values for itself.
         self._depth += 1
         try:
             yield self._depth == 1
@@ -83,6 +99,8 @@ class Store:
 
     def run_when_unlocked(self, action: Callable[[], None]) -> None:
         """Runs an action on the entries, now or when the lock is released."""
+        # Finalizers run at any point of any thread. One that waited for the lock could wait for
+        # the thread that it interrupted.
         self._postponed.append(action)
         if self._lock.acquire(blocking=False):
             try:
@@ -113,6 +131,8 @@ class Store:
 
         Returns None if writes to a weight would not be detected.
         """
+        # Identities, because hashing a tensor would need its contents. ``is_of`` checks that the
+        # identity still belongs to the same weight.
         key = (tuple(map(id, weights)), spec.key(weights))
         entry = self.entries.get(key)
         if entry is not None and entry.is_of(weights):
@@ -121,6 +141,8 @@ class Store:
             if watch_all(weights):
                 self._rebind(entry, weights)
                 return entry
+        # The weight of the entry was freed, and the identity of its object was used again; or
+        # its new memory cannot be watched.
         if entry is not None:
             self.drop(entry)
         return self._new_entry(key, spec, weights, owner) if watch_all(weights) else None
@@ -130,12 +152,14 @@ class Store:
         return list(self._by_weight.get(id(weight), {}).values())
 
     def _new_entry(self, key: Key, spec: ValueSpec, weights: Weights, owner: str) -> CacheEntry:
+        # Signals are installed with the first entry: a process that caches nothing has no hooks.
         install()
         _drop_before_swaps()
         # Another thread may assign new data to a weight, so each weight's memory is looked up once.
         current = tuple(weight.detach() for weight in weights)
         entry = CacheEntry(key, engine().CacheSlot(current, spec.is_alias), spec, weights, owner)
         on_freed = functools.partial(self._on_weight_freed, weakref.ref(entry))
+        # Values go with the first of their weights: without it, they cannot be computed again.
         for weight in weights:
             finalizer = weakref.finalize(weight, self.run_when_unlocked, on_freed)
             finalizer.atexit = False
@@ -175,10 +199,14 @@ class Store:
             sources = tuple([sources[i] for i in positions])
         olds = engine().reusable(slots)
         pairs = zip(stale, olds, strict=True)
+        # Frees stale values whose memory cannot be reused before new ones are computed, so that
+        # both are not in memory at once.
         self._evict([entry for entry, old in pairs if old is None and not entry.is_cast])
+        # See Note [Why a refresh starts before it computes].
         engine().start(slots, sources)
         with torch.profiler.record_function("amp_fx::refresh"):
             values = self._recompute(stale, sources, olds)
+        # Before ``finish``, after which calls in other threads find the memory.
         allocated = self.streams.allocated()
         engine().finish(slots, tuple(values))
         for entry, value, old in zip(stale, values, olds, strict=True):
@@ -224,6 +252,7 @@ class Store:
             positions: Positions of the entry's weights among the weights of ``start``.
         """
         weights = entry.weights()
+        # Another thread may have computed the value meanwhile; that one is as good.
         if weights is not None and entry.value is None:
             entry.slot.adopt(started, positions)
             value = _moved(entry, value, weights)

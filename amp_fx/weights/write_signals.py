@@ -19,6 +19,21 @@ from amp_fx.weights.watch import engine, watch
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+# Note [What counts as a write]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# A value is stale as soon as a weight may have been written, whether or not its bits changed: to
+# compare all bits costs as much as the cast that caching saves. So everything counts as a write
+# that requests a mutable pointer, including reads through ``data_ptr()`` and NumPy arrays that are
+# never written. That errs on the side of computing a value again.
+#
+# Code of amp_fx must therefore read weights without requesting pointers: through aliases with a
+# storage of their own (``cache_entry.read_only``), and ``data_address`` instead of ``data_ptr``.
+# Compiled code gets aliases, too (``Prepare.alias``): a kernel that read the weight itself would
+# count as a write in every call.
+#
+# A write without any signal is found by comparing elements (``verify``), or not at all; the docs
+# list these cases (``docs/guide/caching.md``).
+
 CAUGHT_BY: dict[str, dict[str, tuple[str, ...]]] = {
     "in-place op on the weight": {
         "cpu": ("storage", "version"),
