@@ -34,7 +34,7 @@ class Call:
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether two runs of it in eager mode give the same numbers."""
+        """True if two runs of it in eager mode give the same numbers."""
         return not self.name.startswith(tuple(exceptions.DTYPES_ONLY))
 
 

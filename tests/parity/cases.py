@@ -1,4 +1,4 @@
-"""What a case of model parity is: a subject to be built, and how it is compiled."""
+"""Cases of model parity: a function that builds a subject, and the options of its compilation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The one table of ops and models that are known not to match eager autocast, and why.
+"""Table of the ops and models that are known not to match eager autocast, with reasons.
 
-A test named here is a strict expected failure: it must go on failing for as long as its row
-stands, so a row that is no longer needed fails the suite.
+A test in this table is a strict expected failure, so a row that has become wrong fails the suite.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Runs one program in eager autocast and through amp_fx, and says where the two differ.
+"""Runs one program in eager autocast and through amp_fx, and reports the first difference.
 
 The oracle is eager ``torch.autocast``. Dynamo changes a few programs by itself: it decomposes
-some ops and evaluates dtype-dependent Python while it captures. So where the direct comparison
-differs, the same graphs as Dynamo captured them are run in eager autocast; if these differ from
-the eager program as well, the difference is Dynamo's, and amp_fx is held to them instead. This is
-decided for each program by measuring, never by a list. In the same way programs of several
-graphs, or calls, are held to eager autocast with casts of each graph's own.
+some ops and evaluates dtype-dependent Python during capture. So if the direct comparison differs,
+the graphs that Dynamo captured run in eager autocast. If these differ from the eager program as
+well, the difference is Dynamo's, and amp_fx is compared with them instead. A measurement decides
+this for each program, never a list. In the same way, programs of several graphs or calls are
+compared with eager autocast that casts separately in each graph.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Way(enum.Enum):
 
 @dataclasses.dataclass
 class Result:
-    """What one run of a program left behind."""
+    """Outputs, gradients and state after one run of a program."""
 
     outputs: list[Any]
     """Leaves of the returned tree, detached."""
@@ -65,7 +65,7 @@ def compile_amp_fx(
 
 
 def region_of(device: str, dtype: torch.dtype | None, **kwargs: Any) -> AbstractContextManager[Any]:
-    """``torch.autocast``; it can be entered for CUDA where there is no CUDA. None: no region."""
+    """Returns an autocast region, for CUDA also on machines without CUDA; None means no region."""
     if dtype is None:
         return contextlib.nullcontext()
     if device == "cuda" and not torch.cuda.is_available():
@@ -75,7 +75,7 @@ def region_of(device: str, dtype: torch.dtype | None, **kwargs: Any) -> Abstract
 
 @contextlib.contextmanager
 def fake_cuda_region(dtype: torch.dtype) -> Iterator[None]:
-    """A CUDA autocast region: the context manager turns itself off where there is no CUDA."""
+    """Enters a CUDA autocast region, because ``torch.autocast`` disables itself without CUDA."""
     before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", dtype)
@@ -92,10 +92,10 @@ def fake_cuda_region(dtype: torch.dtype) -> Iterator[None]:
 def compile_reference(
     program: Program, way: Way, dtype: torch.dtype, *, device: str = "cpu", **kwargs: Any
 ) -> Program:
-    """The graphs Dynamo captures from the program, run in eager autocast.
+    """Compiles a program to the graphs that Dynamo captures, which run in eager autocast.
 
-    Each call of a graph has casts of its own: a weight that several calls use gets its gradients
-    added in float32, where one eager region adds them in the low dtype (``docs/limits.md``).
+    Each call of a graph casts separately: the gradients of a weight that several calls use are
+    added in float32, but one eager region adds them in the low dtype (``docs/limits.md``).
     """
 
     def run_in_region(gm: torch.fx.GraphModule, _: Sequence[torch.Tensor]) -> Program:
@@ -258,7 +258,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def leaf_difference(expected: object, actual: object, *, values: bool = True) -> str | None:
-    """How two leaves differ: type, dtype, shape or bits; None if they do not."""
+    """Describes how two leaves differ in type, dtype, shape or bits; None if they do not."""
     if not isinstance(expected, torch.Tensor) or not isinstance(actual, torch.Tensor):
         same = type(expected) is type(actual) and (
             not isinstance(expected, (bool, int, float, str)) or repr(expected) == repr(actual)
@@ -309,10 +309,10 @@ def check(
     values: bool = True,
     **compile_options: Any,
 ) -> str | None:
-    """How amp_fx differs from the oracle on a program; None if it does not.
+    """Describes how amp_fx differs from the oracle on a program; None if it does not.
 
     Args:
-        build: Makes the same subject anew for each run.
+        build: Builds the same subject for each run.
         way: The way into amp_fx.
         dtype: The low dtype.
         values: Compare numbers, not only dtypes and shapes.
@@ -366,7 +366,7 @@ def run_eager(subject: Subject, plain: Subject, way: Way, dtype: torch.dtype) ->
 
 
 def is_one_graph() -> bool:
-    """Whether Dynamo captured the last program whole."""
+    """Returns True if Dynamo captured the last program as one graph."""
     return counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 

@@ -1,8 +1,8 @@
-"""Model by model on the CPU: amp_fx against eager ``torch.autocast``, bit for bit, both ways in.
+"""Model by model on the CPU: amp_fx against eager ``torch.autocast``, bit for bit.
 
-Outputs, losses, every gradient, and every parameter and buffer after the run. Each case is a
-function of `tests.parity.models` that builds its subject anew from one seed; what it checks is its
-name.
+Compares outputs, losses, every gradient, and every parameter and buffer after the run, with and
+without a region. Each case is a function of `tests.parity.models` that builds its subject from one
+seed; its name says what it checks.
 """
 
 from __future__ import annotations

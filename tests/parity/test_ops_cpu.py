@@ -1,11 +1,11 @@
-"""Op by op on the CPU: amp_fx against eager ``torch.autocast``, bit for bit, both ways in.
+"""Op by op on the CPU: amp_fx against eager ``torch.autocast``, bit for bit.
 
-Every op of torch's own autocast lists and of ``op_db`` that eager autocast can run, forward and
-backward, in both low dtypes: a few calls of each in the ``QUICK`` combinations, and in the slow
-run every sample in all of them. Calls of one op go through Dynamo as one program, which is what
-makes the whole list affordable; a program that differs or that Dynamo breaks up is taken call by
-call, so that a failure names the call. Where Dynamo alone already differs from eager, the graphs
-it captured, run in eager autocast, are the oracle (see ``oracle.py``).
+Runs every op of torch's autocast lists and of ``op_db`` that eager autocast can run, forward and
+backward, in both low dtypes, with and without a region: a few calls of each in the ``QUICK``
+combinations, and in the slow run every sample in all of them. To save time, Dynamo captures all
+calls of one op as one program. If this program differs or has a graph break, its calls run one by
+one, so that a failure names the call. If Dynamo alone already differs from eager, the oracle is the
+captured graphs in eager autocast (see ``oracle.py``).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def as_subject(calls: Sequence[Call]) -> Subject:
 
 
 def check(calls: Sequence[Call], way: Way, dtype: torch.dtype) -> str | None:
-    """How amp_fx differs from the oracle on a program of these calls; None if it does not."""
+    """Describes how amp_fx differs from the oracle on a program of calls; None if it does not."""
     values = all(call.is_reproducible for call in calls)
     return oracle.check(lambda: as_subject(calls), way, dtype, values=values)
 

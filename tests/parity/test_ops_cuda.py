@@ -42,7 +42,7 @@ COMBINATIONS = ((Way.AMBIENT, torch.float16), (Way.BARE, torch.bfloat16))
 
 @dataclasses.dataclass
 class Trace:
-    """What one run did: ops below autocast, then the leaves of the output."""
+    """Ops below autocast in one run, and the leaves of its output."""
 
     ops: list[str]
     outputs: list[str]
@@ -78,19 +78,19 @@ def trace(
 
 
 def rewritten_trace(program: Callable[..., Any], args: Any, way: Way, dtype: torch.dtype) -> Trace:
-    """What amp_fx makes of a program: the one place where this file meets the product."""
+    """Traces a program that amp_fx compiled: the only use of amp_fx in this file."""
     compiled = oracle.compile_amp_fx(program, way, dtype)
     return trace(lambda: compiled(args), dtype if way is Way.AMBIENT else None)
 
 
 def captured_trace(program: Callable[..., Any], args: Any, way: Way, dtype: torch.dtype) -> Trace:
-    """What eager autocast makes of the graphs Dynamo captures from a program."""
+    """Traces the graphs that Dynamo captures from a program in eager autocast."""
     compiled = oracle.compile_reference(program, way, dtype, device="cuda")
     return trace(lambda: compiled(args), dtype if way is Way.AMBIENT else None)
 
 
 def eager_trace(program: Callable[..., Any], args: Any, way: Way, dtype: torch.dtype) -> Trace:
-    """What eager autocast makes of a program; outputs as ``oracle.run_eager`` has them."""
+    """Traces a program in eager autocast; outputs are those of ``oracle.run_eager``."""
     made = trace(lambda: program(args), dtype, RealDtypes())
     if way is Way.AMBIENT:
         return made
@@ -107,7 +107,7 @@ def eager_trace(program: Callable[..., Any], args: Any, way: Way, dtype: torch.d
 
 
 def check(calls: Sequence[Call], way: Way, dtype: torch.dtype) -> str | None:
-    """How amp_fx differs from eager autocast on a program of calls; None if it does not."""
+    """Describes how amp_fx differs from eager autocast on a program; None if it does not."""
     program, args = program_of(calls)
     expected = eager_trace(program, args, way, dtype)
     oracle.reset()
@@ -147,7 +147,7 @@ def as_eager_runs_it(call: Call, way: Way, dtype: torch.dtype) -> Call | None:
 
 
 def can_run(call: Call, way: Way, dtype: torch.dtype) -> bool:
-    """Whether eager autocast, and for the bare way the plain program, runs on fake tensors."""
+    """Returns True if eager autocast runs on fake tensors; for ``BARE``, also the plain program."""
     try:
         for region in (dtype, None) if way is Way.BARE else (dtype,):
             with oracle.region_of("cuda", region), torch.no_grad():

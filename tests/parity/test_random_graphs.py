@@ -1,9 +1,10 @@
-"""Random small programs: amp_fx against eager ``torch.autocast``, bit for bit, both ways in.
+"""Random small programs: amp_fx against eager ``torch.autocast``, bit for bit.
 
-A program is a list of instructions over a growing list of [4, 4] values; inputs and weights are
-shared between instructions, so the sharing of casts, which sets the bits of gradients, is
-exercised as well. ``AMP_FX_EXAMPLES`` sets the number of programs and makes them random; without
-it the same few are tried each time, and a failing one is shown as it is: shrinking takes minutes.
+A program is a list of instructions over a growing list of [4, 4] values, compiled with and without
+a region. Instructions share inputs and weights, so the programs also test the sharing of casts,
+which determines the bits of gradients. ``AMP_FX_EXAMPLES`` sets the number of programs and makes
+them random; without it, the same few run each time, and a failing one is not shrunk, because that
+takes minutes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a trace cannot see: autograd functions, checkpoints, transforms, control flow."""
+"""Programs that a trace cannot see into: autograd functions, checkpoints, transforms, branches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NotItsDerivative(torch.autograd.Function):
 
 
 class InFloat32(NotItsDerivative):
-    """The same in float32 inside of a region: what it gets in the bare way, however written."""
+    """``NotItsDerivative`` in float32 inside a region, as without a region in any case."""
 
     forward = staticmethod(
         torch.amp.custom_fwd(NotItsDerivative.forward, device_type="cpu", cast_inputs=torch.float32)
