@@ -199,7 +199,7 @@ def test_unscaling_rounds_as_torch_does(scale: float) -> None:
 
 @pytest.mark.parametrize("call", ["unscale_", "unscale_and_clip_"])
 def test_differentiable_gradients(call: str) -> None:
-    """Those of a penalty on gradients; unscaling is no part of their history."""
+    """Unscales gradients of a gradient penalty without changing their autograd history."""
     x = torch.nn.Parameter(torch.tensor(3.0))
     scaler = make_scaler()
     with warnings.catch_warnings():
@@ -215,7 +215,7 @@ def test_differentiable_gradients(call: str) -> None:
 
 
 def test_gradients_are_let_go() -> None:
-    """What zero_grad sets free is free: nothing in the scaler holds on to it."""
+    """Checks that the scaler holds no reference to gradients that ``zero_grad`` frees."""
     scaler, params = amp_fx.GradScaler("cpu"), make_params((3,))
     optimizer = torch.optim.AdamW(params, lr=1.0)
     for bad in (None, math.inf):
@@ -231,7 +231,7 @@ def test_gradients_are_let_go() -> None:
 
 
 def test_an_optimizer_that_died_is_not_taken_for_the_next() -> None:
-    """Which may have its id; what it found still counts."""
+    """Counts the overflow that a dead optimizer found, even if the next one has the same id."""
     scaler, params = make_scaler(), make_params((3,))
     for _ in range(20):
         set_scaled_grads(scaler, params, math.inf)
