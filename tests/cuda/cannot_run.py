@@ -1,4 +1,4 @@
-"""What cannot be run on the device in the host's memory, with reasons."""
+"""Ops that cannot run on the emulated device, with reasons."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
-    """Why an op cannot be run.
+    """Reason why an op cannot run.
 
     Attributes:
-        cause: In words.
-        sign: Part of the message of the error, by which the cause is recognised.
+        cause: The cause in words.
+        sign: Part of the error message that identifies the cause.
     """
 
     cause: str

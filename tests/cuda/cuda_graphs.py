@@ -67,12 +67,12 @@ class Graph:
 
 
 def record_graphs(patch: pytest.MonkeyPatch) -> list[Graph]:
-    """Has inductor record what it compiles for CUDA graphs; gives the graphs, as they are made.
+    """Records the graphs that inductor compiles for CUDA graphs, in a list that grows with them.
 
     Relies on ``torch._inductor.compile_fx.cudagraphify``.
 
     Args:
-        patch: Takes it back.
+        patch: Undoes the change.
     """
     from torch._inductor import compile_fx
 

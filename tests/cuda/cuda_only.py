@@ -255,7 +255,9 @@ _KEYS = (
 
 
 def computed_by(op: Any) -> Any:
-    """What computes an op of CUDA's on the host: a function of ours, the CPU, or torch's formula.
+    """Returns the function that computes a CUDA op on the host.
+
+    It is a function of ``REPLACED``, the CPU's kernel, or torch's decomposition.
 
     Relies on ``torch._decomp.decomposition_table``.
     """
@@ -279,5 +281,5 @@ NO_LOW_KERNEL = (
 
 
 def lacks_low_kernel(error: Exception) -> bool:
-    """Whether an op failed because the CPU has no kernel of it for low inputs."""
+    """Returns True if an op failed because the CPU has no kernel of it for low inputs."""
     return any(words in str(error) for words in NO_LOW_KERNEL)

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 @functools.cache
 def start() -> None:
-    """Has torch find a GPU whose kernels the host computes.
+    """Makes torch find a GPU whose kernels the host computes.
 
-    ``pretend_cuda`` answers what torch, Dynamo and inductor ask about the GPU before they write
-    code for it; here comes what is needed to run that code.
+    ``pretend_cuda`` answers the queries of torch, Dynamo and inductor about the GPU before they
+    generate code for it. This function installs what that code needs to run.
     """
     pretend.pretend_cuda()
     memory.install()
@@ -34,13 +34,13 @@ def start() -> None:
 
 
 class Event:
-    """In the place of ``torch.cuda.Event``: kernels run at once, so it has happened."""
+    """Replacement for ``torch.cuda.Event`` that has always happened: kernels run immediately."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Takes what torch's takes."""
+        """Accepts the arguments of ``torch.cuda.Event``."""
 
     def record(self, *_: Any) -> None:
-        """Notes nothing."""
+        """Does nothing."""
 
     def wait(self, *_: Any) -> None:
         """Waits for nothing."""
@@ -49,13 +49,16 @@ class Event:
         """Waits for nothing."""
 
     def query(self) -> bool:
-        """Whether it has happened; fails as the events of ``guard.cpp`` do."""
+        """Returns True if the event has happened; raises as the events of ``guard.cpp`` do."""
         return torch.accelerator.current_stream("cuda").record_event().query()
 
 
 @contextlib.contextmanager
 def capture_elsewhere() -> Iterator[None]:
-    """Another thread captures a CUDA graph in the mode ``"global"``: what ends that is an error."""
+    """Pretends that another thread captures a CUDA graph in the mode ``"global"``.
+
+    Calls that would end the capture raise an error.
+    """
     pretend.guard().amp_fx_capture_elsewhere(True)
     try:
         yield
@@ -64,12 +67,12 @@ def capture_elsewhere() -> Iterator[None]:
 
 
 def _not_acceptable(_: torch.Tensor) -> bool:
-    """Recurrent networks run cell by cell, as they do without cuDNN."""
+    """Returns False, so that recurrent networks run cell by cell, as they do without cuDNN."""
     return False
 
 
 def _seed_the_device() -> None:
-    """Seeds and states of ``torch.cuda`` are those of ``memory.RANDOM``."""
+    """Connects the seeds and states of ``torch.cuda`` with ``memory.RANDOM``."""
     random = memory.RANDOM
     answers: dict[str, Any] = {
         "manual_seed": random.seed,

@@ -40,7 +40,7 @@ class Fault:
 
 
 def other(dtype: torch.dtype) -> torch.dtype:
-    """The low dtype that is not meant."""
+    """Returns the other low dtype."""
     return LOW[1 - LOW.index(dtype)]
 
 
@@ -163,7 +163,7 @@ def _never_refresh(patch: pytest.MonkeyPatch) -> None:
 
 
 def _never_stale(patch: pytest.MonkeyPatch) -> None:
-    """Calls after the first get what the first got."""
+    """Passes the cached values of the first call to all later calls."""
     original = call.CachedCall.prepare
     made: dict[int, Any] = {}
 
@@ -233,12 +233,12 @@ def _key_without_dtype(patch: pytest.MonkeyPatch) -> None:
 
 
 def _merge_all(patch: pytest.MonkeyPatch) -> None:
-    """Nodes of one op are one, whatever they are computed from."""
+    """Merges all nodes of one op, even if their inputs differ."""
     patch.setattr(prepare, "_text", lambda node, _: str(node.target))
 
 
 def _only_first_refresh(patch: pytest.MonkeyPatch) -> None:
-    """Of several stale values only the first is made again."""
+    """Recomputes only the first of several stale values."""
     original = store.Store._recompute
 
     def made(self: Any, entries: Any, sources: Any, olds: Any) -> list[Any]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def start() -> None:
-    """Has generated code run in this process, once ``device.start`` was called."""
+    """Enables generated code to run in this process, after ``device.start``."""
     from tests.cuda import interpreter
 
     interpreter.repair()

@@ -1,16 +1,16 @@
-"""Triton's interpreter, repaired: it rounds, reduces and calls libdevice as a GPU does.
+"""Repairs Triton's interpreter, so that it rounds, reduces and calls libdevice as a GPU does.
 
-Triton runs kernels in NumPy if ``TRITON_INTERPRET=1`` when it is imported. What it does otherwise
-than a GPU is put right here, each by one function. ``tests/cuda/test_interpreter.py`` checks
-rounding and threads, ``tests/cuda/test_generated.py`` the others by the kernels that it executes:
+Triton runs kernels in NumPy if ``TRITON_INTERPRET=1`` when it is imported. One function repairs
+each difference from a GPU. ``tests/cuda/test_interpreter.py`` checks rounding and threads;
+``tests/cuda/test_generated.py`` checks the others by the kernels that it executes:
 
-- float32 becomes bfloat16 or float16 by rounding to the nearest, ties to even;
-- a reduction or scan with a combine function of its own takes whole arrays;
-- ``libdevice`` has functions, of NumPy's or torch's in float64;
-- kernels get the tensors' own memory, where it gives them copies and writes all of them back;
-- threads run kernels one after another, as the interpreter replaces functions while it runs one.
+- float32 is rounded to bfloat16 or float16 to the nearest, ties to even;
+- reductions and scans call custom combine functions with whole arrays;
+- ``libdevice`` has functions, computed by NumPy or torch in float64;
+- kernels access the tensors' memory; the interpreter passes copies and writes all of them back;
+- threads run kernels one after another, because the interpreter replaces functions meanwhile.
 
-Sums are added in NumPy's order, and numbers are the host's: a last bit may be another on a GPU.
+Sums are added in NumPy's order by the host's arithmetic, so a GPU may differ in the last bit.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def repair_reductions() -> None:
 
 
 def _combine(ops: Any, dtypes: Sequence[Any], left: list[Array], right: list[Array]) -> list[Array]:
-    """What the combine function makes of two sets of arrays."""
+    """Applies the combine function to two sets of arrays."""
     sides = [
         ops.to_tensor(np.ascontiguousarray(data), dtype.scalar)
         for side in (left, right)
@@ -143,7 +143,7 @@ def _reduce(self: Any, given: Any) -> list[Any]:
 
 
 def _scan(self: Any, given: Any) -> list[Any]:
-    """Scans by doubling: each step combines what lies 1, 2, 4, ... places back."""
+    """Scans by doubling: each step combines elements at a distance of 1, 2, 4, ..."""
     dtypes = [each.dtype for each in given]
     arrays = [np.moveaxis(each.handle.data, self.axis, 0).copy() for each in given]
     distance = 1
@@ -269,7 +269,7 @@ def repair_arguments() -> None:
 
 
 def repair_threads() -> None:
-    """Lets one thread at a time run a kernel, and captures note it.
+    """Runs kernels of one thread at a time, and records them in the captures.
 
     Relies on ``GridExecutor.__call__``.
     """

@@ -45,7 +45,7 @@ def library() -> Any:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor over the bytes of a CUDA tensor; looking at it is no write to either."""
+    """Returns a CPU tensor that shares the bytes of a CUDA tensor, without marking a write."""
     shown: torch.Tensor = library().on_host(tensor.detach())
     return shown
 
@@ -110,7 +110,7 @@ _replays: list[None] = []
 
 @contextlib.contextmanager
 def replaying() -> Iterator[None]:
-    """Has kernels note no writes."""
+    """Disables the recording of writes by kernels."""
     _replays.append(None)
     try:
         yield
@@ -160,7 +160,7 @@ class Kernel:
             return call.on_device(found, wanted)
 
     def _waits(self, args: Any, kwargs: Any) -> bool:
-        """Whether the host waits for CUDA's kernel: it asks for numbers, or copies at once."""
+        """Returns True if the host waits for CUDA's kernel: a read of numbers or blocking copy."""
         if self.op is not torch.ops.aten.copy_.default:
             return self.op in WAITING
         target, source = args[:2]
@@ -168,7 +168,7 @@ class Kernel:
         return target.device != source.device and not is_queued
 
     def _found(self, call: _Call) -> Any:
-        """The results on the host; where the CPU wants float32, of inputs that are widened."""
+        """Computes the results on the host, in float32 if the CPU has no low kernel."""
         if self._has_plain_number(call.args):
             return self.op.overloadpacket(*call.args, **call.kwargs)
         try:
@@ -187,7 +187,7 @@ class Kernel:
         return (narrow[0] if len(narrow) == 1 else tuple(narrow)) if is_in_place else found
 
     def _has_plain_number(self, args: Any) -> bool:
-        """Whether a number, which torch wraps in a tensor and unwraps for us, is no tensor now."""
+        """Returns True if torch unwrapped a number that the op takes as a tensor."""
         given = [i for i in self.tensors if i < len(args)]
         return any(isinstance(args[i], (int, float, complex)) for i in given)
 
@@ -213,7 +213,7 @@ _described: dict[Any, list[Any] | None] = {}
 
 
 def _description(tree: Any) -> Any:
-    """What a fake kernel can see of arguments, as a key."""
+    """Returns a key of everything that a fake kernel can see of the arguments."""
     leaves, spec = tree_flatten(tree)
     seen = [
         ("tensor", x.dtype, x.device.type, tuple(x.size()), x.stride(), x.storage_offset())
@@ -274,7 +274,7 @@ class _Call:
         return host
 
     def note_writes(self, written: list[Any]) -> None:
-        """Has watches of storages see what they would see of CUDA's kernels."""
+        """Notifies the watches of storages as CUDA's kernels would."""
         for leaf in tree_flatten(written)[0]:
             if isinstance(leaf, torch.Tensor) and leaf.device.type == "cuda":
                 library().note_write(leaf)
@@ -358,5 +358,5 @@ def op_of(name: str) -> Any:
 
 
 def _stays(op: Any) -> bool:
-    """Whether CUDA's own kernel touches no bytes itself: it is left in place."""
+    """Returns True if CUDA's kernel touches no bytes itself, and can be left in place."""
     return op.is_view or op.name() in cuda_only.LEFT

@@ -1,4 +1,4 @@
-"""What the tests of this folder are skipped without."""
+"""Skips the tests of this folder where CUDA code cannot be executed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LEAST = (2, 15)
 
 
 def missing() -> str | None:
-    """What is missing for CUDA's code to be executed here; None if nothing is.
+    """Returns the missing requirement for executing CUDA code here; None if there is none.
 
-    The process takes itself for one with a GPU from then on, so that whoever starts it has to ask
-    for that: by ``TRITON_INTERPRET``, which Triton reads when it is imported.
+    Executing it makes the whole process believe that there is a GPU, so it has to be requested by
+    ``TRITON_INTERPRET``, which Triton reads when it is imported.
     """
     if torch.version.cuda is None:
         return "torch was built without CUDA"

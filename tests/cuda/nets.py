@@ -92,12 +92,12 @@ NETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
-    """What a run left behind: outputs, gradients and buffers, by name, on the host."""
+    """Outputs, gradients and buffers of a run, by name, on the host."""
 
     tensors: dict[str, Tensor]
 
     def differing(self, other: Ran) -> list[str]:
-        """Names of what is not the same in dtype and bits."""
+        """Returns the names of tensors that differ in dtype or bits."""
         assert self.tensors.keys() == other.tensors.keys()
         return [name for name, t in self.tensors.items() if not is_same(t, other.tensors[name])]
 
@@ -113,7 +113,7 @@ class Ran:
 
 
 def is_same(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors have one dtype, and the same bits."""
+    """Returns True if two tensors have the same dtype and bits."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     return torch.equal(left.nan_to_num(), right.nan_to_num())

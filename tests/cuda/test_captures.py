@@ -1,4 +1,4 @@
-"""What calls and steps do not do, as it would end a capture of a CUDA graph in another thread."""
+"""Calls and steps do nothing that ends a capture of a CUDA graph in another thread."""
 
 from __future__ import annotations
 

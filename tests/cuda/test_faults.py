@@ -1,7 +1,7 @@
-"""Planted faults: that the comparison of amp_fx with eager autocast finds each of them.
+"""The comparison of amp_fx with eager autocast finds each planted fault.
 
-One program holds what the faults need: products, ops in float32, promotion, weights that are
-read more than once, regions inside of the region, writes. It is compared in both ways and both
+One program contains what the faults need: products, ops in float32, promotion, weights that are
+read more than once, nested regions, writes. It is compared with and without a region and in both
 dtypes, in training and inference, over several calls with updates of the weights in between.
 """
 
@@ -33,7 +33,7 @@ NUM_CALLS = 4
 
 
 class Program(nn.Module):
-    """Something of all that casts."""
+    """Products, float32 ops, promotion, nested regions and writes in one program."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,9 +70,9 @@ def make() -> tuple[Program, Tensor]:
 def results(
     compile_: Callable[[Any], Any], way: Way, dtype: torch.dtype, *, is_trained: bool
 ) -> list[Tensor]:
-    """Outputs and gradients of some calls; weights are written before each but the first two.
+    """Returns outputs and gradients of some calls; weights are written before the third and later.
 
-    In the ambient way, the last call is made in a region of the other low dtype.
+    With ``AMBIENT``, the last call runs in a region of the other low dtype.
     """
     model, x = make()
     program, found = compile_(model), list[Tensor]()
@@ -95,7 +95,7 @@ def results(
 
 
 def expected(way: Way, dtype: torch.dtype, *, is_trained: bool) -> list[Tensor]:
-    """What eager autocast gives; in the bare way outputs have the dtypes of the plain program."""
+    """Returns the results of eager autocast; ``BARE`` restores the plain program's dtypes."""
     if way is Way.AMBIENT:
         return results(lambda model: model, way, dtype, is_trained=is_trained)
 
@@ -113,7 +113,7 @@ def expected(way: Way, dtype: torch.dtype, *, is_trained: bool) -> list[Tensor]:
 
 
 def differences(way: Way, dtype: torch.dtype, *, is_trained: bool, **options: Any) -> list[int]:
-    """Which results differ from those of eager autocast."""
+    """Returns the indices of results that differ from those of eager autocast."""
     torch._dynamo.reset()
     given: dict[str, Any] = {"compiler": "aot_eager", "fallback": False}
     given |= {"weight_cache": "training", **options}
@@ -132,7 +132,7 @@ def differences(way: Way, dtype: torch.dtype, *, is_trained: bool, **options: An
 
 
 def differences_or_error(*args: Any, **kwargs: Any) -> list[int]:
-    """The same; where torch refuses what the fault mixes, that is found as well."""
+    """Returns the differences; an error that torch raises because of the fault counts as one."""
     try:
         return differences(*args, **kwargs)
     except (RuntimeError, AssertionError):

@@ -135,9 +135,10 @@ def test_bits_of_inductors_freezing(name: str, dtype: torch.dtype) -> None:
 def test_bits_of_native_in_cuda_graphs(
     name: str, is_trained: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is kept is a static input: of a forward, only the model's input is copied.
+    """Cached values are static inputs: a forward copies only the input of the model.
 
-    The weights are written between the calls. Copies stay where they are, and recordings valid.
+    The weights are written between the calls. Cached values keep their addresses, so that
+    recordings stay valid.
     """
     dtype = torch.bfloat16
     graphs = record_graphs(monkeypatch)

@@ -1,4 +1,4 @@
-"""What was repaired in Triton's interpreter: casts against torch's, and threads."""
+"""Repairs of Triton's interpreter: its casts equal torch's, and threads can run kernels."""
 
 from __future__ import annotations
 

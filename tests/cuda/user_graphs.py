@@ -1,8 +1,8 @@
-"""In the place of CUDA graphs that a user captures, and of streams: replays run the same kernels.
+"""Emulates CUDA graphs that a user captures, and streams: replays run the same kernels.
 
-CUDA runs nothing during a capture. Here kernels run, and what they wrote to memory that was there
-before is put back at the end, but for what Triton's kernels wrote. Replays tell nobody of their
-writes, as CUDA's do not.
+CUDA runs nothing during a capture. Here kernels run, and memory that existed before is restored at
+the end, except after writes of Triton's kernels. As in CUDA, nothing is notified of the writes of a
+replay.
 """
 
 from __future__ import annotations
