@@ -1,4 +1,4 @@
-"""Where the tests of this folder run: on CUDA; for a trial, where a variable says."""
+"""Device of the tests of this folder: CUDA, or what ``AMP_FX_GPU_TRIAL`` names for a trial."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ON_A_GPU = pytest.mark.skipif(
 
 
 def moved(tree: Any) -> Any:
-    """A tree with its tensors on the device, as new leaves that are copies."""
+    """Copies the tensors of a tree to the device, as new leaves."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         new = tensor.detach().to(DEVICE, copy=True)

@@ -1,4 +1,4 @@
-"""Cached casts in memory of CUDA's other allocators, each in a process of its own."""
+"""Cached casts in memory of CUDA's other allocators, each in a separate process."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_memory_comes_from_the_allocator_that_was_asked_for() -> None:
 
 @UNDER_A_SETTING
 def test_copies_follow_writes_while_weights_come_and_go() -> None:
-    """Models die, and other weights lie where theirs lay."""
+    """Frees models, so that later weights reuse their memory."""
     options: Any = {"compiler": "aot_eager", "dtype": "bf16", "fallback": False}
     options["weight_cache"] = "training"
     x = random(3, SIZE).to(DEVICE)

@@ -152,10 +152,10 @@ def test_graphed_callables_follow_the_weights() -> None:
 
 @contextlib.contextmanager
 def capture_elsewhere() -> Iterator[None]:
-    """Another thread captures a CUDA graph in the mode ``"global"``, the default.
+    """Captures a CUDA graph in another thread in the mode ``"global"``, the default.
 
-    CUDA then allows no thread to ask for an event, to pin memory or to allocate; whoever does
-    fails, and so does the capture.
+    In this mode, CUDA lets no thread query an event, pin memory or allocate: the call fails, and
+    so does the capture.
     """
     if DEVICE == "cpu":
         yield

@@ -1,7 +1,7 @@
 """FSDP2 on the device: bit for bit eager autocast in the same wrapper.
 
-A rank needs a device of its own, so that there is one, which gathers and scatters alone, on the
-streams that FSDP2 uses for that. ``tests/distributed`` has several, on the CPU.
+Each rank needs a separate device, so there is one rank. It gathers and scatters alone, on FSDP2's
+streams. ``tests/distributed`` runs several ranks on the CPU.
 """
 
 from __future__ import annotations

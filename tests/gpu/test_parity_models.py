@@ -1,8 +1,8 @@
-"""Whole models on the device: amp_fx against eager ``torch.autocast``, both ways in.
+"""Whole models on the device: amp_fx against eager ``torch.autocast``, with and without a region.
 
-With the inner compiler ``"eager"`` outputs, gradients and the state afterwards are those of eager
-autocast bit for bit, as far as eager repeats itself; with inductor they are as near to the exact
-ones as what ``torch.compile`` makes under autocast, in the same dtypes.
+With the inner compiler ``"eager"``, outputs, gradients and the state afterwards equal those of
+eager autocast bit for bit, as far as eager is deterministic. With inductor, they have the dtypes of
+``torch.compile`` under autocast, and errors of the same size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CASES = cuda_cases() if DEVICE == "cuda" else families.CASES
 
 
 def build(name: str, *, is_exact: bool = False) -> Subject:
-    """A case's subject on the device; skips those that have tensors of their own elsewhere."""
+    """Builds a case on the device; skips cases that create tensors elsewhere."""
     torch.manual_seed(oracle.SEED)
     try:
         with torch.device(DEVICE):
@@ -74,7 +74,7 @@ def test_bits_of_eager_autocast(name: str, way: Way, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("way", Way, ids=lambda way: way.value)
 @pytest.mark.parametrize("name", INDUCTOR_CASES)
 def test_inductor_errs_no_more_than_native(name: str, way: Way) -> None:
-    """Errors against float64 stay within twice those of ``torch.compile`` under autocast."""
+    """Compares errors to float64 with twice those of ``torch.compile`` under autocast."""
     dtype = torch.bfloat16
     skip_unless_eager_runs(name, way, dtype)
     exact = oracle.run(build(name, is_exact=True), None)

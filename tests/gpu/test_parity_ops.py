@@ -1,7 +1,7 @@
-"""Op by op on the device: amp_fx against eager ``torch.autocast``, bit for bit, both ways in.
+"""Op by op on the device: amp_fx against eager ``torch.autocast``, bit for bit.
 
-The calls of ``tests/parity/test_ops_cpu.py``, with their tensors moved. What eager does not repeat
-itself in, atomic additions for one, is held to dtypes and shapes.
+The calls of ``tests/parity/test_ops_cpu.py`` with their tensors on the device, with and without a
+region. Where eager is not deterministic, as with atomic additions, dtypes and shapes are compared.
 """
 
 from __future__ import annotations

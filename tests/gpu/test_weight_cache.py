@@ -114,7 +114,7 @@ def test_a_refresh_on_one_stream_is_waited_for_on_another() -> None:
 
 @torch.no_grad()
 def test_a_write_through_an_old_alias_is_declared() -> None:
-    """The alias has a storage of its own, so no signal tells of the write."""
+    """Writes through an alias with a separate storage, which no signal reports."""
     net, twin = net_and_twin()
     compiled = compiled_of(net, compiler="aot_eager", dtype="bfloat16")
     alias = from_dlpack(net.a.weight.detach())
