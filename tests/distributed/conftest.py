@@ -12,7 +12,7 @@ from tests.distributed.spawn import run_ranks
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What both ranks found, by the name of the case."""
+    """Returns the results of both ranks, by the name of the case."""
     if not torch.distributed.is_gloo_available():
         pytest.skip("torch was built without gloo")
     folder = tmp_path_factory.mktemp("ranks")

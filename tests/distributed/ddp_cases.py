@@ -1,4 +1,4 @@
-"""What ``DistributedDataParallel`` and its kin do around a compiled model."""
+"""Compiled models in ``DistributedDataParallel`` and related wrappers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ bare = contextlib.nullcontext
 
 
 def small_buckets() -> Any:
-    """Where ``DDPOptimizer`` cuts even a small model into several parts."""
+    """Makes ``DDPOptimizer`` split even a small model into several parts."""
     return _patched(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1024)
 
 

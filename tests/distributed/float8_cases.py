@@ -62,7 +62,7 @@ def _gradients(model: nn.Module, gathers: str, pair: Any) -> tuple[float, Any]:
 
 
 def float8_fsdp2(rank: int) -> Any:
-    """Which losses and weights are those of one process, and how many products are in float8."""
+    """Compares losses and weights with those of one process, and counts float8 products."""
     found: dict[Any, Any] = {}
     for gathers in GATHERS:
         losses, weights = whole(gathers)

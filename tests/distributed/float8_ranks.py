@@ -1,4 +1,4 @@
-"""What each of two processes does for the tests of float8 policies."""
+"""Program of each of the two ranks of the tests of float8 policies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each of four processes does: two ways to spread a model at once."""
+"""Program of each of four ranks, which combine two ways to distribute a model."""
 
 from __future__ import annotations
 

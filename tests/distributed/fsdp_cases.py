@@ -52,7 +52,7 @@ def counted() -> Iterator[dict[str, int]]:
 
 
 def without_sync(model: Any) -> Any:
-    """Where gradients are kept as they are, for the next micro-batch to add to."""
+    """Disables the synchronization of gradients, so that the next micro-batch adds to them."""
 
     @contextlib.contextmanager
     def region() -> Iterator[None]:
@@ -141,7 +141,7 @@ def gathered_in_graph(rank: int) -> Any:
 
 
 def sharded_already(rank: int) -> Any:  # noqa: ARG001
-    """What is said of a model that is sharded."""
+    """Returns the errors about a model that is sharded already."""
     model: Any = fully_shard(make_net())
     return [
         _said(lambda: amp_fx.explain(model)(torch.ones(4, 16))),

@@ -1,4 +1,4 @@
-"""What each of two processes does that gathers its weights inside of its graphs."""
+"""Program of each of two ranks, which gather their weights inside their graphs."""
 
 from __future__ import annotations
 

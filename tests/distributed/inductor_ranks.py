@@ -1,4 +1,4 @@
-"""What each of two processes does for the tests with inductor, which take minutes."""
+"""Program of each of the two ranks of the tests with inductor, which take minutes."""
 
 from __future__ import annotations
 

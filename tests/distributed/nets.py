@@ -51,7 +51,7 @@ class Net(nn.Module):
 
 
 def make_net(width: int = 32) -> Net:
-    """The same weights every time."""
+    """Builds a net with the same weights each time."""
     torch.manual_seed(0)
     return Net(width)
 

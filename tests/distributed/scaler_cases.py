@@ -79,7 +79,7 @@ def overflow(params: list[Any]) -> None:
 
 
 def updates(params: list[Any], backward: Any, make_step: Any, *, overflows: bool) -> dict[str, Any]:
-    """What each update did: the norm, the scale, and how many parameters here overflowed."""
+    """Returns the norm, the scale and the number of local overflows of each update."""
     # Adam's would make much of what little the order of a sum does to gradients near zero.
     optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
     kind: Any = (torch.amp if make_step is step_by_torch else amp_fx).GradScaler

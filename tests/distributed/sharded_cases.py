@@ -93,7 +93,7 @@ def shared_code(rank: int) -> Any:
 
 
 def arguments(rank: int) -> Any:  # noqa: ARG001
-    """A weight that a compiled function is given, by nobody knows whom."""
+    """Counts the cache entries of a weight that is an argument of a compiled function."""
     amp_fx.weight_cache.clear()
     weight = nn.Parameter(torch.ones(8, 16))
     function = compiled(nn.functional.linear)
@@ -103,7 +103,7 @@ def arguments(rank: int) -> Any:  # noqa: ARG001
 
 
 def deepspeed(rank: int) -> Any:  # noqa: ARG001
-    """A parameter that DeepSpeed partitions has a number of its own."""
+    """Counts the cache entries of parameters with DeepSpeed's ``ds_id``, which are partitioned."""
     amp_fx.weight_cache.clear()
     model = nn.Linear(16, 8)
     for number, weight in enumerate(model.parameters()):
@@ -143,7 +143,7 @@ def tensor_parallel(rank: int) -> Any:
 
 
 def stand_in(rank: int) -> Any:  # noqa: ARG001
-    """What an accelerator's list ops say of a DTensor reaches the copy of its part."""
+    """Marks a DTensor as an accelerator's list ops do, which invalidates the cast of its shard."""
     mesh = init_device_mesh("cpu", (2,))
     weight = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
     part = weight._local_tensor

@@ -22,7 +22,7 @@ TIMEOUT = 700  # seconds; a rank that waits for another for ever fails the tests
 
 
 def run_ranks(module: str, folder: Path, num_ranks: int) -> list[dict[str, Any]]:
-    """What each rank found, by the name of the case."""
+    """Runs a module in several ranks; returns the results of each rank by the name of the case."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     outputs = [folder / f"{rank}.txt" for rank in range(num_ranks)]
     with contextlib.ExitStack() as stack:
@@ -63,7 +63,7 @@ def wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def run_cases(cases: Sequence[Callable[[int], Any]]) -> None:
-    """What a module that ``run_ranks`` runs does: all cases, in the same order in all ranks."""
+    """Runs all cases in the same order in all ranks, in a module that ``run_ranks`` starts."""
     rank, num_ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks

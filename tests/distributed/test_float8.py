@@ -17,7 +17,7 @@ Ranks = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """What both ranks found, by the name of the case."""
+    """Returns the results of both ranks, by the name of the case."""
     if not torch.distributed.is_gloo_available():
         pytest.skip("torch was built without gloo")
     return run_ranks("tests.distributed.float8_ranks", tmp_path_factory.mktemp("ranks"), 2)

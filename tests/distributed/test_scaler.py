@@ -19,7 +19,7 @@ def test_one_overflow_skips_the_step_of_all(ranks: Ranks, wrapper: str) -> None:
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_numbers_are_those_of_one_process(ranks: Ranks, wrapper: str) -> None:
-    """Gradients are clipped by the norm of all, so that every parameter tells of it."""
+    """Compares parameters after clipping by the global norm, which affects all of them."""
     alone = ranks[0]["scaler"]["eager"]["alone"]
     finite = [0, 2, 3]
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""What takes minutes or more than two processes: ``make slow ARGS=tests/distributed``."""
+"""Tests that take minutes or need more than two ranks: ``make slow ARGS=tests/distributed``."""
 
 from __future__ import annotations
 

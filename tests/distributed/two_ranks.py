@@ -1,4 +1,4 @@
-"""What each of two processes does for the tests of this folder."""
+"""Program of each of the two ranks of the tests of this folder."""
 
 from __future__ import annotations
 
