@@ -65,7 +65,7 @@ class Block(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """As Llama in ``transformers`` has it: in float32, by casts of its own."""
+    """RMSNorm of Llama in ``transformers``, which casts to float32 itself."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class T5Norm(nn.Module):
 
 
 class GatedBlock(nn.Module):
-    """What Llama and T5 share: separate projections, and a gated feed-forward part."""
+    """Base of the blocks of Llama and T5: separate projections, and a gated feed-forward part."""
 
     def __init__(self, width: int, heads: int, inner: int, norm: type[nn.Module]) -> None:
         super().__init__()
@@ -238,11 +238,11 @@ class Gathered(nn.Module):
 
 
 class SequenceParallel(nn.Module):
-    """The same layers under tensor parallel, with the rows of the residual stream split.
+    """Feed-forward layers under tensor parallel, with the rows of the residual stream split.
 
     Args:
-        width: Of its input.
-        num_ranks: How many ranks there are.
+        width: Width of the input.
+        num_ranks: Number of ranks.
     """
 
     def __init__(self, width: int, num_ranks: int) -> None:

@@ -53,7 +53,7 @@ class DiffusionBlock(nn.Module):
         self.condition = nn.Linear(width, 6 * width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The residual stream behind the block; its mean stands for the condition."""
+        """Returns the residual stream after the block; its mean is also the condition."""
         parts = self.condition(functional.silu(x.mean(1))).unsqueeze(1).chunk(6, -1)
         shift1, scale1, gate1, shift2, scale2, gate2 = parts
         x = x + gate1 * self.attention(self.norm1(x) * (1 + scale1) + shift1)
@@ -100,7 +100,7 @@ class StateSpace(nn.Module):
     def _scan(
         self, value: torch.Tensor, decay: torch.Tensor, key: torch.Tensor, query: torch.Tensor
     ) -> torch.Tensor:
-        """What each token reads of the states: of its own chunk, and of those before it."""
+        """Returns what each token reads from the states of its chunk and of earlier chunks."""
         batch, tokens, heads, _ = value.shape
         chunks = (batch, tokens // self.chunk, self.chunk)
         value, key, query = (t.reshape(*chunks, *t.shape[2:]) for t in (value, key, query))
@@ -117,7 +117,7 @@ class StateSpace(nn.Module):
 
 
 def _differences(sums: torch.Tensor) -> torch.Tensor:
-    """Of every sum from every sum before it; what follows is far below zero."""
+    """Subtracts every earlier sum from every sum; entries of later sums are far below zero."""
     later = torch.ones(sums.shape[-1], sums.shape[-1], device=sums.device, dtype=torch.bool).triu(1)
     return (sums[..., :, None] - sums[..., None, :]).masked_fill(later, -1e4)
 

@@ -55,7 +55,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Says what a picture shows; the forward pass returns the loss."""
+    """Classifier of pictures; the forward pass returns the loss."""
 
     def __init__(self, width: int, depth: int) -> None:
         """A network with random weights."""
