@@ -1,4 +1,4 @@
-"""Pictures: what is in them, that nothing lies on top of anything, and where they go."""
+"""Pictures contain what they should, nothing in them overlaps, and they are written to files."""
 
 from __future__ import annotations
 
@@ -86,12 +86,12 @@ class Area(NamedTuple):
 
 
 def layout_of(drawing: Drawing) -> Any:
-    """What Graphviz puts where."""
+    """Returns the layout that Graphviz computes."""
     return json.loads(drawing._render("json"))
 
 
 def areas(layout: Any) -> list[Area]:
-    """Where every box and every text on an edge is."""
+    """Returns the areas of all boxes and of all texts on edges."""
     found = []
     for node in layout["objects"]:
         if "pos" in node:
@@ -106,7 +106,7 @@ def areas(layout: Any) -> list[Area]:
 
 
 def frames(layout: Any) -> list[Area]:
-    """Where the frames are."""
+    """Returns the areas of the frames."""
     clusters = [o for o in layout["objects"] if o["name"].startswith("cluster")]
     return [Area(frame["name"], *map(float, frame["bb"].split(","))) for frame in clusters]
 
@@ -278,7 +278,7 @@ def test_files_of_every_format(tmp_path: Path, explained: dict[str, Explanation]
 
 
 def width_of(png: Path) -> int:
-    """Of a picture, out of its header."""
+    """Reads the width of a picture from its header."""
     return int.from_bytes(png.read_bytes()[16:20], "big")
 
 

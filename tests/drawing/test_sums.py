@@ -104,7 +104,7 @@ def numbers(box: Box) -> tuple[int, int, int]:
 
 
 def unfolded(path: str) -> tuple[re.Pattern[str], int]:
-    """What matches the modules that a folded path stands for, and how many they are."""
+    """Returns a pattern of the modules that a folded path represents, and their number."""
     parts, times = [], 1
     for part in path.split("."):
         match = re.fullmatch(r"(\d+)-(\d+)", part)
