@@ -1,4 +1,4 @@
-"""What ``amp_fx.conformance`` does on a device that fails, and with arguments that are wrong."""
+"""Programs that run ``amp_fx.conformance`` on a faulty device, and with invalid arguments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def state() -> tuple[object, ...]:
-    """What programs can see of autocast, and other defaults."""
+    """Returns the state of autocast and other defaults that programs can see."""
     depth = torch.autocast_increment_nesting()
     torch.autocast_decrement_nesting()
     flags = [
@@ -78,7 +78,7 @@ _calls: dict[str, Any] = {"until": 0, "error": RuntimeError}
 
 
 def _raise_in_call(number: int, error: type[BaseException]) -> None:
-    """Lets one call of a product fail; 0 for none."""
+    """Makes the call of a product with this number fail; 0 for none."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         _calls["until"] -= 1

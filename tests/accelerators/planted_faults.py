@@ -62,12 +62,12 @@ def to_low_if_float(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_float64(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is float64."""
+    """Returns True if a tensor is float64."""
     return tensor.dtype is torch.float64
 
 
 def is_eligible(tensor: torch.Tensor) -> bool:
-    """Whether autocast may cast a tensor of the device."""
+    """Returns True if autocast may cast a tensor of the device."""
     return tensor.is_floating_point() and not is_float64(tensor)
 
 
@@ -132,7 +132,7 @@ def one_dtype_for_all_regions() -> None:
 
 
 def ignored_dtype_argument() -> None:
-    """aten::cumsum returns float32 if another dtype is asked for."""
+    """aten::cumsum returns float32 although another dtype is requested."""
 
     def kernel(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
         with without(AUTOCAST):
