@@ -1,4 +1,4 @@
-"""What each of two processes does for ``test_collectives.py``."""
+"""Program of each of the two ranks of ``test_collectives.py``."""
 
 from __future__ import annotations
 
