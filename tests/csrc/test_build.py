@@ -1,4 +1,4 @@
-"""How the compiled parts are built, kept and found again."""
+"""The compiled parts are built, cached and found again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAME = "amp_fx_tiny"
 
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where libraries are kept."""
+    """Sets a new folder for the compiled libraries."""
     chosen = tmp_path / "kept"
     monkeypatch.setenv(build.FOLDER_VARIABLE, str(chosen))
     build._private_folder.cache_clear()
