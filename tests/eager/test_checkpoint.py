@@ -51,7 +51,7 @@ def gradients(call: Callable[..., torch.Tensor], forward: str, backward: str) ->
 @pytest.mark.parametrize("backward", REGIONS)
 @pytest.mark.parametrize("forward", REGIONS)
 def test_recomputed_as_in_the_forward(forward: str, backward: str, reentrant: bool) -> None:
-    """The same bits as without a checkpoint; a backward inside a region computes in it, as ever."""
+    """Compares bits with a program without checkpoints; a backward inside a region runs in it."""
     run = compiled_program() if "policy" in (forward, backward) else program
     want = gradients(run, forward, backward)
     call = functools.partial(checkpoint, run, use_reentrant=reentrant)

@@ -213,7 +213,7 @@ def test_cast_inputs_that_is_no_floating_dtype(cast_inputs: Any) -> None:
 
 
 def without_decorators(cast_inputs: torch.dtype | None) -> type[torch.autograd.Function]:  # noqa: ARG001
-    """The same product with a backward that takes one dtype only, and nothing decorated."""
+    """Returns the product as an undecorated function, whose backward takes one dtype only."""
 
     class Bare(torch.autograd.Function):
         @staticmethod
