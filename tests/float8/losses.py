@@ -1,9 +1,9 @@
 """Trains a small Transformer and a small ViT in bfloat16 and in float8, with several seeds.
 
 Run ``python -m tests.float8.losses``; it takes some minutes on one core and prints the table of
-``docs/guide/float8.md``. The data are made up, with something to learn: the next token of a random
-Markov chain, and which of 16 pictures lies under noise. Losses are means over the last steps, of
-batches that were never seen before.
+``docs/guide/float8.md``. The models learn from synthetic data: the next token of a random Markov
+chain, and which of 16 pictures is hidden by noise. Losses are means over the last steps, on batches
+that the model has never seen.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 def _task() -> torch.Generator:
-    """What there is to learn is the same for all seeds."""
+    """Returns the generator of the task, which is the same for all seeds."""
     return torch.Generator().manual_seed(0)
 
 

@@ -26,7 +26,7 @@ def three(width: int = 32) -> nn.Sequential:
 
 
 def reasons(model: nn.Module, policy: Any, *inputs: torch.Tensor) -> list[str]:
-    """What ``explain`` says of each product."""
+    """Returns the reason that ``explain`` gives for each product."""
     found = amp_fx.explain(model, policy=policy)(*inputs)
     products = ("linear", "mm", "matmul", "addmm")
     ops = ("amp_fx.float8_product", *(f"aten.{name}" for name in products))
