@@ -136,7 +136,7 @@ def refuse(_: torch.Tensor) -> torch.Tensor:
 
 
 def test_baked_tensor_is_not_plain(decomposer: Decomposer) -> None:
-    """A trace would hold the tensor of its own run for ever."""
+    """Rejects a trace that would contain a tensor of this run as a constant."""
     constant = ones(2, 2)
     node = node_of(lambda x: torch.mm(x, constant), ones(2, 2))
     with pytest.raises(NotPlainError, match="would contain a constant tensor"):

@@ -67,7 +67,7 @@ def test_float32_tensors_keep_their_fill(x: torch.Tensor) -> None:
 
 
 def guarded(program: Program, x: torch.Tensor) -> list[str]:
-    """What the guard wrote onto nodes of the program's graph, for float16."""
+    """Returns the metadata that the guard writes to nodes of the program's graph, for float16."""
     found: list[str] = []
 
     def backend(gm: torch.fx.GraphModule, _: object) -> Program:
