@@ -1,4 +1,4 @@
-"""What libraries do around a compiled model gives the bits of eager autocast."""
+"""Compiled models that libraries wrap have the bits of eager autocast."""
 
 from __future__ import annotations
 
