@@ -43,7 +43,7 @@ def allowing() -> Policy:
 
 @pytest.fixture
 def message(args: tuple[torch.Tensor, torch.Tensor]) -> str:
-    """What PyTorch says."""
+    """Returns PyTorch's error message."""
     with fake_cuda_region(f16), pytest.raises(RuntimeError, match="unsafe to autocast") as raised:
         loss(*args)
     return str(raised.value)

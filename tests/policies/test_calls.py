@@ -59,7 +59,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def arrivals(call: Call, around: contextlib.AbstractContextManager[Any]) -> tuple[Arrivals, str]:
-    """What arrives below autocast, and the error, if any."""
+    """Returns the ops that arrive below autocast, and the error message, if any."""
     op, args, kwargs = call
     error = ""
     with around, Recorder() as recorder:

@@ -39,7 +39,7 @@ def x(rng: torch.Generator) -> torch.Tensor:
 
 
 def flipped(net: nn.Module, x: torch.Tensor, policy: Policy) -> set[tuple[str, str, str, str]]:
-    """What is decided otherwise than under the default policy: op, module, policy, origin."""
+    """Returns decisions that differ from the default policy's: op, module, policy, origin."""
     before = {*decisions_of(net, x, policy=DEFAULT)}
     torch._dynamo.reset()
     after = {*decisions_of(net, x, policy=policy)} - before
