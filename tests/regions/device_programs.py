@@ -1,4 +1,4 @@
-"""What programs of users do with autocast, on the device of ``docs/examples/my_device``."""
+"""User programs with autocast, on the device of ``docs/examples/my_device``."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def compiled(function: Any, **options: Any) -> Any:
 
 
 def is_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors have the same dtype, device and bits."""
+    """Returns True if two tensors have the same dtype, device and bits."""
     same = left.dtype is right.dtype and left.device == right.device
     return same and torch.equal(bits(left.detach().cpu()), bits(right.detach().cpu()))
 

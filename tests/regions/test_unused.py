@@ -24,7 +24,7 @@ def net() -> nn.Module:
 
 
 def warned(program: Callable[..., Any], pattern: Any, *args: Any) -> list[str]:
-    """What is said of a policy with a pattern when a program is compiled."""
+    """Returns the warnings about a policy with a pattern when a program is compiled."""
     torch._dynamo.reset()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
