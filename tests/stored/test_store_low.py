@@ -30,7 +30,7 @@ LOW = torch.bfloat16
 
 
 def call(program: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """What a program gives in the region, without gradients."""
+    """Runs a program in the region, without gradients."""
     with torch.no_grad(), torch.autocast("cpu", LOW):
         return program(*args)
 
