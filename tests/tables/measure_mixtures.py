@@ -54,7 +54,7 @@ Result = list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None]]
 
 
 class Findings:
-    """What was measured: by op and mixture, the outcomes with the number of calls."""
+    """Measured outcomes and their numbers of calls, by op and mixture."""
 
     def __init__(self) -> None:
         self.outcomes: dict[str, dict[str, Counter[str]]] = defaultdict(
@@ -182,7 +182,7 @@ def compare(op: OpOverload, call: Arguments) -> str:
 
 
 def promised_result(op: OpOverload, call: Arguments) -> Result | None:
-    """What the fake kernel returns; None if it raises."""
+    """Returns the result of the fake kernel; None if it raises."""
     with FakeTensorMode() as mode, contextlib.suppress(Exception):
         args, kwargs = tree_map_only(torch.Tensor, mode.from_tensor, call)
         return _described(op(*args, **kwargs))
@@ -190,7 +190,7 @@ def promised_result(op: OpOverload, call: Arguments) -> Result | None:
 
 
 def real_result(op: OpOverload, call: Arguments) -> Result | None:
-    """What the kernel returns, on a copy of the arguments; None if it raises."""
+    """Returns the result of the kernel on a copy of the arguments; None if it raises."""
     args, kwargs = tree_map_only(torch.Tensor, torch.clone, call)
     with contextlib.suppress(Exception):
         return _described(op(*args, **kwargs))

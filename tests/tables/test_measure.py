@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_file_of_the_installed_torch_is_what_is_measured(tmp_path: Path) -> None:
-    """In a process of its own: other tests register kernels on Autocast keys."""
+    """Measures in a separate process, because other tests register kernels on Autocast keys."""
     command = [sys.executable, "-m", "tests.tables.measure", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True)
     [fresh] = tmp_path.iterdir()
