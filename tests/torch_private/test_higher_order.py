@@ -1,4 +1,4 @@
-"""What amp_fx assumes about torch's implementations of higher-order ops."""
+"""Assumptions of amp_fx about torch's implementations of higher-order ops."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_privateuse1_has_its_own_name() -> None:
 
 
 class Doubled(torch.autograd.Function):
-    """Has a wrong derivative, by which its results are known."""
+    """Function with a wrong derivative, which identifies its results."""
 
     @staticmethod
     def forward(x: torch.Tensor) -> torch.Tensor:
