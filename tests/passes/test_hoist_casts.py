@@ -101,7 +101,7 @@ def test_non_matches_are_untouched(rng: torch.Generator, program: Program) -> No
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_reentrant_checkpoint_shares_no_cast_with_its_surroundings(compiler: str) -> None:
-    """Its recomputation has a cache of its own; within it casts are shared."""
+    """Recomputes with a separate autocast cache, within which casts are shared."""
     torch.manual_seed(0)
     model, x = torch.nn.Linear(16, 16), torch.randn(8, 16)
 

@@ -1,4 +1,4 @@
-"""What counts as a reader of a weight, on single graphs."""
+"""Readers of weights that count as low, on single graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOW = torch.bfloat16
 
 
 def read_of(program: Program) -> LowRead | None:
-    """How a program reads its second argument, in the graph that the passes leave."""
+    """Returns how a program reads its second argument, in the graph after the passes."""
     graphs: list[fx.GraphModule] = []
 
     def backend(gm: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:

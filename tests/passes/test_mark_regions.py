@@ -1,4 +1,4 @@
-"""mark_regions: which region every node stands in, and which nodes are opaque."""
+"""mark_regions: the region of every node, and the opaque nodes."""
 
 from __future__ import annotations
 

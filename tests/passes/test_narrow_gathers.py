@@ -126,7 +126,7 @@ def test_several_at_once() -> None:
 
 
 def test_views_carry_it_on() -> None:
-    """What DTensor does to gather the second dimension."""
+    """Narrows across the views by which DTensor gathers the second dimension."""
     b = Building()
     pieces = b.op(aten.split.Tensor, b.gather(b.given("part", 4, 8)), 4)
     halves = [b.op(operator.getitem, pieces, i) for i in range(2)]

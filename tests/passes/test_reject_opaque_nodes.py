@@ -29,7 +29,7 @@ def test_the_node_its_place_and_the_reason_are_named() -> None:
 
 
 class Off(nn.Module):
-    """The same where autocast is off."""
+    """Calls pinv in a disabled region."""
 
     def forward(self, x: Tensor) -> Any:
         with torch.autocast("cpu", enabled=False):

@@ -296,7 +296,7 @@ def test_onednn_says_itself_whether_it_has_kernels(isa: str, dtype: str) -> None
 @pytest.mark.slow
 @ISAS
 def test_bits_do_not_depend_on_a_timing() -> None:
-    """Two processes decide alike; one whose oneDNN is held to AVX2 decides as its kernels want."""
+    """Compares the decisions of two processes; with oneDNN limited to AVX2, all are wide."""
     code = """
         import torch
         from amp_fx.devices.wide_products import is_wide

@@ -77,7 +77,7 @@ def grad_of(weight: torch.Tensor) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """What autocast makes of a linear layer, squared for gradients that are no ones."""
+    """Linear layer with autocast's casts, squared so that its gradients are not all ones."""
     result: torch.Tensor = (x.to(BFLOAT16) @ w.to(BFLOAT16).t()).float() ** 2
     return result
 
@@ -111,7 +111,7 @@ def test_rows_of_batches_are_one_product(dynamic: bool) -> None:
 
 
 def experts(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """What autocast makes of a layer of experts, each with rows and a weight of its own."""
+    """Layer of experts with autocast's casts; each expert has separate rows and a weight."""
     result: torch.Tensor = torch.bmm(x.to(BFLOAT16), w.to(BFLOAT16)).float() ** 2
     return result
 
