@@ -1,4 +1,4 @@
-"""What inductor's kernels read and write, asked of its scheduler while it generates code."""
+"""Counts what inductor's kernels read and write, while its scheduler generates code."""
 
 from __future__ import annotations
 
@@ -32,13 +32,11 @@ class Graph:
             cached values among them.
         wire_bytes: Bytes that one rank hands to collectives.
         kernels: Its kernels, in order.
-        sources: Of its generated kernels, by name.
     """
 
     saved_bytes: int = 0
     wire_bytes: int = 0
     kernels: list[Kernel] = dataclasses.field(default_factory=list)
-    sources: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -54,12 +52,12 @@ class Counter:
     graphs: list[Graph] = dataclasses.field(default_factory=list)
 
     def take(self) -> list[Graph]:
-        """What was compiled since this was asked."""
+        """Returns the graphs compiled since the last call."""
         taken, self.graphs[:] = self.graphs.copy(), []
         return taken
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        """Stands for ``compile_fx_inner``: generates code, and gives what runs the graph itself."""
+        """Replaces ``compile_fx_inner``: generates code, and returns a function that interprets."""
         own = fx.GraphModule(gm, copy.copy(gm.graph))  # inductor edits the graph it gets
         sent = collective_bytes(gm.graph)
         self.graphs.append(Graph(_saved_bytes(gm, kwargs), sent))
@@ -83,10 +81,10 @@ class Counter:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Has every graph counted, and no kernel built.
+        """Counts every graph, and builds no kernel.
 
         Relies on ``compile_fx_inner`` compiling one graph, ``Scheduler.codegen`` having its final
-        nodes in ``nodes``, and ``AsyncCompile`` getting the source of each kernel.
+        nodes in ``nodes``, and ``AsyncCompile`` building each kernel.
         """
         from torch._inductor import async_compile, compile_fx, config, scheduler
 
@@ -98,19 +96,14 @@ class Counter:
             graphs[-1].kernels += [k for n in this.nodes if (k := kernel_of(n)) is not None]
             codegen(this)
 
-        def noted(_: Any, name: str, source: str, *__: Any, **___: Any) -> _Unbuilt:
-            graphs[-1].sources[name] = source
-            return _Unbuilt()
-
-        def noted_cpp(_: Any, __: Any, source: str, *___: Any, **____: Any) -> _Unbuilt:
-            graphs[-1].sources[f"cpp{len(graphs[-1].sources)}"] = source
+        def unbuilt(*_: Any, **__: Any) -> _Unbuilt:
             return _Unbuilt()
 
         attributes = [
             (compile_fx, "compile_fx_inner", self.compile),
             (scheduler.Scheduler, "codegen", counted),
-            (async_compile.AsyncCompile, "triton", noted),
-            (async_compile.AsyncCompile, "cpp_pybinding", noted_cpp),
+            (async_compile.AsyncCompile, "triton", unbuilt),
+            (async_compile.AsyncCompile, "cpp_pybinding", unbuilt),
             (async_compile.AsyncCompile, "wait", lambda *_: None),
             (async_compile.AsyncCompile, "warm_pool", classmethod(lambda _: None)),
             (async_compile.AsyncCompile, "wakeup", classmethod(lambda _: None)),
@@ -137,10 +130,10 @@ def _real_compile() -> Callable[..., Any]:
 
 
 class _Unbuilt:
-    """A kernel of which only the source is wanted."""
+    """Kernel that is neither compiled nor run."""
 
     def run(self, *_: Any, **__: Any) -> None:
-        """Nothing calls it."""
+        """Does nothing."""
 
 
 def _saved_bytes(gm: fx.GraphModule, kwargs: Mapping[str, Any]) -> int:

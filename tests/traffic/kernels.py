@@ -31,7 +31,7 @@ class Kernel:
 
 
 def kernel_of(node: Any) -> Kernel | None:
-    """What one node of the scheduler becomes; None for what runs nothing."""
+    """Returns the kernel of a node of the scheduler; None if the node runs nothing."""
     from torch._inductor.ir import MultiOutput
     from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 
@@ -47,9 +47,9 @@ def kernel_of(node: Any) -> Kernel | None:
 
 
 def _constant_bytes(node: Any) -> int:
-    """What a kernel reads of constants, at most all: inductor counts inputs and buffers only.
+    """Returns the bytes of constants that a kernel reads; inductor counts inputs and buffers only.
 
-    As there, an element of the kernel's ranges reads one of each.
+    As in inductor's count, each element of the kernel's ranges reads one element of each.
     """
     from torch._inductor.scheduler import SchedulerNode
     from torch._inductor.virtualized import V
@@ -72,11 +72,11 @@ def _origins_of(node: Any) -> str:
 
 
 _MOVES = frozenset({"load", "store", "to_dtype", "get_index", "index_expr", "output"})
-"""What the loop of a kernel does that computes nothing."""
+"""Operations in the loop of a kernel that compute nothing."""
 
 
 def _kind_of(node: Any) -> str:
-    """Whether a generated kernel computes, only casts, or only copies."""
+    """Returns the kind of a generated kernel: it computes, only casts, or only copies."""
     from torch._inductor.virtualized import V
 
     bodies = [getattr(part, "_body", None) for part in node.get_nodes()]
@@ -87,7 +87,7 @@ def _kind_of(node: Any) -> str:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Memory that the elements of a tensor lie in: those of an expanded one are there once."""
+    """Returns the memory of a tensor's elements, with expanded dimensions counted once."""
     if tensor.layout is not torch.strided:
         return num_bytes(tensor)
     pairs = zip(tensor.shape, tensor.stride(), strict=True)

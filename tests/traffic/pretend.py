@@ -1,7 +1,7 @@
-"""A machine without a GPU that says it has one: as much as inductor asks before it writes code.
+"""Pretends that there is a GPU, as far as inductor queries it before it generates code.
 
-For a process that does nothing else (``tests.traffic.worker``): what is replaced here stays
-replaced. Nothing is launched, and no tensor has memory.
+Use it in a separate process (``tests.traffic.worker``), because the changes are permanent. Nothing
+is launched, and no tensor has memory.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ GUARD = Path(__file__).with_name("guard.cpp")
 
 
 def can_pretend() -> bool:
-    """Whether this torch can generate code for CUDA: a build with CUDA, and Triton beside it."""
+    """Returns True if this torch was built with CUDA and has Triton, to generate code for CUDA."""
     from torch.utils._triton import has_triton_package
 
     return torch.version.cuda is not None and bool(has_triton_package())
 
 
 def pretend_cuda() -> None:
-    """Has this process take itself for one with an H200.
+    """Makes torch in this process believe that there is an H200.
 
     Raises:
         OptionError: This torch was built without CUDA, Triton is missing, or there is a GPU, which
@@ -221,7 +221,7 @@ def _fold_constants_on_host() -> None:
 
 
 def _use_flash_attention() -> None:
-    """Has attention be what it is on an H200; the choice is made by asking the device."""
+    """Selects the attention kernel of an H200, because torch's choice queries the device."""
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
 
     def attention(

@@ -1,4 +1,4 @@
-"""What one program moves in all: the kernels of its graphs, and the refresh of kept casts."""
+"""Sums of what a program moves: the kernels of its graphs, and the refresh of cached values."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ TENSORS, BLOCKS, CHUNK = 64, 320, 65536
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """Of one call, with its backward if there is one.
+    """Sums of one call, with its backward if there is one.
 
     Attributes:
-        num_bytes: What all kernels read and write.
-        num_launches: How many kernels that inductor generated there are, and launches of a refresh.
-        num_extern: How many kernels of libraries there are.
-        num_casts: How many of the former only cast, those of a refresh among them.
-        num_layouts: How many of the former only copy into another layout.
-        num_refreshes: How many of the former are those of a refresh.
-        saved_bytes: What the forward saves for the backward, but for inputs of the program.
-        wire_bytes: Bytes that one rank hands to collectives.
-        extern_bytes: What kernels of libraries read and write.
+        num_bytes: Bytes that all kernels read and write.
+        num_launches: Number of launches of kernels that inductor generated, and of a refresh.
+        num_extern: Number of launches of library kernels.
+        num_casts: Number of ``num_launches`` that only cast, including those of a refresh.
+        num_layouts: Number of ``num_launches`` that only copy into another layout.
+        num_refreshes: Number of ``num_launches`` of a refresh.
+        saved_bytes: Bytes that the forward saves for the backward, without inputs of the program.
+        wire_bytes: Bytes that one rank passes to collectives.
     """
 
     num_bytes: int
@@ -37,8 +36,7 @@ class Totals:
     num_layouts: int
     num_refreshes: int
     saved_bytes: int
-    wire_bytes: int = 0
-    extern_bytes: int = 0
+    wire_bytes: int
 
 
 def totals(
@@ -67,15 +65,14 @@ def totals(
         num_refreshes=num_refreshes,
         saved_bytes=sum(graph["saved_bytes"] for graph in graphs),
         wire_bytes=sum(graph["wire_bytes"] for graph in graphs),
-        extern_bytes=sum(k["num_bytes"] for k in kernels if k["kind"] == EXTERN),
     )
 
 
 def refresh_launches(refreshed: Iterable[tuple[int, int, int, bool]], device: str) -> int:
-    """How many launches a refresh takes: of ``torch._foreach_copy_``, and of single copies.
+    """Returns the number of launches of a refresh: ``torch._foreach_copy_`` and single copies.
 
-    What lies otherwise than its weight, or would take more than a launch, is copied by itself; on
-    the CPU everything is.
+    Values with another layout than their weight, and values that need more than one launch, are
+    copied separately. On the CPU, all values are.
     """
     casts = list(refreshed)
     alike = [count for count, *_, is_alike in casts if is_alike and count < BLOCKS * CHUNK]

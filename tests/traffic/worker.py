@@ -1,8 +1,4 @@
-"""Counts models in this process and prints what came out, as JSON.
-
-``python -m tests.traffic.worker JSON`` is what ``python -m tests.traffic bytes`` starts: a
-process of its own, as ``pretend`` says.
-"""
+"""Counts models in a separate process, because ``pretend`` changes torch for good."""
 
 from __future__ import annotations
 
@@ -10,6 +6,8 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
+import subprocess
 import sys
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -24,9 +22,9 @@ from amp_fx.tables.float8 import FLOAT8_PRESETS, RECIPES
 from tests.float8.torchao_oracle import converted
 from tests.traffic.cached import FakeCache
 from tests.traffic.counting import Counter
-from tests.traffic.cubins import cubin_failures
 from tests.traffic.models import CASES, TINY
 from tests.traffic.pretend import pretend_cuda
+from tests.traffic.totals import totals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -115,9 +113,9 @@ def count(
 
 @contextlib.contextmanager
 def _ranks(num_ranks: int) -> Iterator[None]:
-    """Has this process take itself for the first of several, of which the others are not there.
+    """Makes torch in this process believe that it is the first of several ranks.
 
-    Relies on torch's backend ``"fake"`` for its own tests, whose collectives do nothing.
+    Relies on the backend ``"fake"`` of torch's tests, whose collectives do nothing.
     """
     if not num_ranks:
         yield
@@ -151,30 +149,45 @@ def _inputs(case: Case, dtype: torch.dtype, trains: bool) -> list[torch.Tensor]:
     return [x, torch.empty(case.shape[:-1], dtype=torch.long)]
 
 
-def run(given: dict[str, Any]) -> dict[str, Any]:
-    """Counts what one job asks for.
+def counted_in_process(
+    case: str, contenders: Sequence[str], device: str, dtype: str, *, trains: bool, tiny: bool
+) -> dict[str, dict[str, Any]]:
+    """Counts one model by several contenders in a separate process.
 
-    Args:
-        given: ``case``, ``contender``, ``device``, ``dtype``, ``trains`` and ``tiny``; with
-            ``capabilities``, the generated kernels are also compiled for these.
+    Returns:
+        By contender: the ``Totals`` of the ``"first"`` call after an update and of ``"further"``
+        ones as dictionaries, or an ``"error"``.
     """
-    dtype = as_dtype(given["dtype"])
+    job = {"case": case, "device": device, "dtype": dtype, "trains": trains, "tiny": tiny}
+    jobs = [{**job, "contender": contender} for contender in contenders]
+    answers, error = _answers(jobs)
+    answers += [{"error": error}] * (len(jobs) - len(answers))
+    return dict(zip(contenders, answers, strict=True))
+
+
+def _answers(jobs: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """Returns what the process prints for each job, and why it prints no more."""
+    command = [sys.executable, "-m", "tests.traffic.worker", json.dumps(jobs)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, env=environment, text=True, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    errors = done.stderr.strip().splitlines() or [f"its process ended with {done.returncode}"]
+    return [json.loads(line.removeprefix(MARK)) for line in lines], errors[-1]
+
+
+def run(given: dict[str, Any]) -> dict[str, Any]:
+    """Counts one job: ``case``, ``contender``, ``device``, ``dtype``, ``trains`` and ``tiny``."""
+    dtype, device = as_dtype(given["dtype"]), given["device"]
     assert dtype is not None
     case = (TINY if given["tiny"] else CASES)[given["case"]]
-    counted = count(
-        case, given["contender"], device=given["device"], dtype=dtype, trains=given["trains"]
-    )
-    sources: dict[str, str] = {}
-    for graph in [*counted["first"], *counted["further"]]:
-        sources |= graph.pop("sources", {})
-    capabilities = given.get("capabilities", ())
-    counted["num_kernels"] = len(sources)
-    counted["cubin_failures"] = {str(c): cubin_failures(sources, c) for c in capabilities}
-    return counted
+    counted = count(case, given["contender"], device=device, dtype=dtype, trains=given["trains"])
+    first = totals(counted["first"], counted["refreshed"], device)
+    further = totals(counted["further"], [], device)
+    return {"first": dataclasses.asdict(first), "further": dataclasses.asdict(further)}
 
 
 def main(jobs: Sequence[dict[str, Any]]) -> None:
-    """Prints a line of JSON for each job: what was counted, or what went wrong."""
+    """Prints a line of JSON for each job: its figures, or the error."""
     warnings.simplefilter("ignore")
     if any(job["device"] == "cuda" for job in jobs):
         pretend_cuda()
@@ -185,7 +198,7 @@ def main(jobs: Sequence[dict[str, Any]]) -> None:
             log.debug("%s failed", job, exc_info=True)
             first_line = str(error).strip().partition("\n")[0]
             found = {"error": f"{type(error).__name__}: {first_line}"}
-        sys.stdout.write(f"{MARK}{json.dumps({'job': job, **found})}\n")
+        sys.stdout.write(f"{MARK}{json.dumps(found)}\n")
         sys.stdout.flush()
 
 
