@@ -1,4 +1,4 @@
-"""What tests are skipped without."""
+"""Marks that skip tests where a requirement is missing."""
 
 from __future__ import annotations
 

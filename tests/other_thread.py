@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def compiling_elsewhere(policy: Policy | None = None) -> Iterator[None]:
-    """Has Dynamo compile in another thread, in a region, for as long as the block runs."""
+    """Compiles in another thread, in a region, for as long as the block runs."""
     is_compiling, is_done = threading.Event(), threading.Event()
 
     def backend(gm: torch.fx.GraphModule, _: Any) -> Any:

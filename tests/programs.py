@@ -123,7 +123,7 @@ def graph_text(gm: fx.GraphModule) -> str:
 
 
 class _Reference:
-    """Stands for a node in the text of an argument."""
+    """Placeholder of a node in the text of an argument."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -211,7 +211,7 @@ def site(
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a program gave: outputs, and gradients of the arguments that want one."""
+    """Outputs of a program, and gradients of the arguments that require one."""
 
     outputs: list[torch.Tensor]
     grads: list[torch.Tensor | None]
@@ -262,7 +262,7 @@ class Decided:
 def decisions_of(
     program: Program, *args: torch.Tensor, policy: Policy, dtype: torch.dtype = torch.bfloat16
 ) -> list[Decided]:
-    """What a policy decided about a program of any modules, in the order of its ops."""
+    """Returns the decisions of a policy about a program with modules, in the order of its ops."""
     found: list[Decided] = []
 
     def backend(gm: fx.GraphModule, _: Sequence[Any]) -> Program:

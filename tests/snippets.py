@@ -1,8 +1,8 @@
-"""Runs what the documentation shows, each snippet alone: in names of its own, with a fresh Dynamo.
+"""Runs the snippets of the documentation, each in a new namespace after a reset of Dynamo.
 
-Called as a program, with files to run one after another, ``snippets.py [--inductor] FILE...``, or
-programs with their arguments, ``snippets.py [--inductor] --program FILE ARGUMENT... ...``.
-Without ``--inductor`` graphs are run by AOTAutograd, as nothing is timed.
+``snippets.py [--inductor] FILE...`` runs files one after another, and
+``snippets.py [--inductor] --program FILE ARGUMENT... ...`` runs programs with their arguments.
+Without ``--inductor``, AOTAutograd runs the graphs, because nothing is timed.
 """
 
 from __future__ import annotations

@@ -48,14 +48,14 @@ class SinToCos:
 
 @dataclasses.dataclass(frozen=True)
 class Keyed(SinToCos):
-    """The same, with a key."""
+    """``SinToCos`` with a key."""
 
     cache_key: str = "1"
 
 
 @dataclasses.dataclass(frozen=True)
 class Other(SinToCos):
-    """The same under another name."""
+    """``SinToCos`` under another name."""
 
     name: ClassVar[str] = "other"
 
@@ -72,7 +72,7 @@ def program(x: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class NoOp(SinToCos):
-    """The same under one more name."""
+    """``SinToCos`` under a third name."""
 
     name: ClassVar[str] = "no_op"
 

@@ -200,7 +200,7 @@ def test_a_step_in_a_region_has_autocast_on(way: str, program: Program, compiler
 
 @CPP_COMPILER
 def test_kernels_of_a_backward_get_the_dtypes_that_they_are_compiled_for() -> None:
-    """Where ``backward()`` is called in the region, its ops are those that were compiled."""
+    """Calls ``backward()`` in the region, which runs the compiled ops unchanged."""
     expected = gradients(in_full, is_inside=False)
     assert_same(gradients(compiled(in_full, compiler="inductor"), is_inside=True), expected)
 
@@ -222,7 +222,7 @@ MODES: dict[str, tuple[Any, Any]] = {
     ],
 )
 def test_compiled_autograd(compiler: str, mode: str, rng: torch.Generator) -> None:
-    """No part of the backward is a region of its own."""
+    """Compares gradients with eager: no part of the backward runs in a separate region."""
     x, weight = (torch.randn(8, 8, generator=rng) for _ in range(2))
     forward, around = MODES[mode]
 

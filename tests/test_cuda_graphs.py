@@ -1,4 +1,4 @@
-"""What recordings of inductor's CUDA graphs neither ask nor hold; no GPU is needed for that."""
+"""Graphs for inductor's CUDA graphs read no unused input and return no static one; needs no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What README.md and the documentation show, run as it is shown, and the site."""
+"""Runs the examples of README.md and the documentation, and checks the site."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def name_of(path: Path) -> str:
 
 
 def run(folder: Path, *arguments: str) -> str:
-    """What Python prints, in a terminal of 100 columns."""
+    """Returns the output of Python in a terminal of 100 columns."""
     paths = [str(ROOT), str(ROOT / "docs/examples"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"COLUMNS": "100", "PYTHONPATH": os.pathsep.join(paths)}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "NO_MKDOCS_2_WARNING": "1"}
@@ -337,7 +337,7 @@ def test_pictures_have_a_text(site: Path) -> None:
 
 
 class Page(HTMLParser):
-    """What a page links to, and what can be linked to on it."""
+    """Links of a page, and the anchors on it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

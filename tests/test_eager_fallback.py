@@ -258,7 +258,7 @@ def test_pass_that_raises(
 def test_level_of_detail(
     model: Model, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the warning promises: the traceback is in the log at debug level."""
+    """Logs the traceback at debug level, as the warning promises."""
 
     def fail(*_: Any) -> None:
         raise KeyError("deep down")

@@ -1,8 +1,8 @@
-"""``numerics="eager"``: what inductor compiles has the bits of eager ``torch.autocast``.
+"""``numerics="eager"``: code of inductor has the bits of eager ``torch.autocast``.
 
 The oracle is the eager program. Outputs, gradients and all state after the run are compared bit
-for bit; the models are those of ``tests.parity``, which has them with the inner compiler "eager".
-Programs of several graphs whose bits differ are held to eager casts of each graph's own.
+for bit. The models are those of ``tests.parity``, which tests them with the inner compiler "eager".
+Programs of several graphs whose bits differ are compared with eager casts in each graph.
 """
 
 from __future__ import annotations
@@ -341,7 +341,7 @@ ACTIVATIONS: tuple[Callable[..., Any], ...] = (
 
 
 def test_gradients_of_other_strides_than_their_inputs() -> None:
-    """Of which torch's fake kernels do not know how they lie."""
+    """Computes gradients whose strides torch's fake kernels do not predict."""
 
     def forward(*inputs: torch.Tensor) -> Any:
         pairs = zip(ACTIVATIONS, inputs, strict=True)
@@ -391,7 +391,7 @@ def test_results_of_other_strides_than_their_inputs() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_a_batch_norm_whose_gradient_is_transposed(dtype: torch.dtype) -> None:
-    """Its gradient lies as its input does, which torch's fake kernel does not know."""
+    """Computes a gradient with the strides of the input, which torch's fake kernel mispredicts."""
     norm = nn.BatchNorm1d(8)
 
     def gradients(program: Callable[..., Any]) -> list[torch.Tensor]:

@@ -87,7 +87,7 @@ def test_each_compiler_has_the_bits(name: str, compiler: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["relu", "padded and causal"])
 def test_generated_code_packs_the_weights_of_products(name: str) -> None:
-    """It is no farther from float64 than eager autocast, which calls the op of a layer."""
+    """Compares the error to float64 with that of eager autocast, which calls the op of a layer."""
     model, x = model_and_input(name)
     amp_fx.weight_cache.clear()
     result, (code,) = run_and_get_code(torch.compile(model, backend="amp_fx"), x)

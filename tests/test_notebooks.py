@@ -95,7 +95,7 @@ def test_its_links_lead_somewhere(path: Path) -> None:
 
 
 def write(folder: Path, name: str, *sources: str) -> Path:
-    """A notebook beside a copy of the script, which runs what lies beside it."""
+    """Writes a notebook next to a copy of the script, which runs the notebooks in its folder."""
     shutil.copy(RUN, folder / "run.py")
     cells: list[dict[str, Any]] = [
         {

@@ -57,7 +57,7 @@ def environment() -> dict[str, str]:
 
 
 def on_terminal(script: str) -> str:
-    """What a terminal gets as the stderr of a process that runs a script."""
+    """Returns the stderr that a process writes to a terminal while it runs a script."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, env=environment(), stderr=theirs) as process:

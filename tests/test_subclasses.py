@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What a wrapper was told of itself."""
+    """Shape and dtype that were passed to a wrapper."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -136,7 +136,7 @@ def test_ops_of_a_nested_input(
     is_bare: bool,
     rng: torch.Generator,
 ) -> None:
-    """Its ragged size is no number, for the rewrite and for ``explain``."""
+    """Rewrites and explains ops of an input whose ragged size is not a number."""
     weight = torch.randn(8, 8, generator=rng)
     parts = [torch.randn(length, 8, generator=rng) for length in (2, 3)]
     nested = torch.nested.nested_tensor(parts, layout=torch.jagged)

@@ -1,7 +1,7 @@
-"""Training steps compiled as one function: forward, backward and optimizer, beside eager autocast.
+"""Training steps compiled as one function: forward, backward and optimizer, against eager autocast.
 
-Dynamo breaks the graph at ``backward()``. What it compiles from there on it compiles while a
-function of its own runs, and the backward at its first call.
+Dynamo breaks the graph at ``backward()``. It compiles the rest of the step while a resume function
+runs, and the backward at its first call.
 """
 
 from __future__ import annotations
