@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
 
 from amp_fx.regions.module_stack import NO_FRAME, module_stack, variable_path
@@ -27,6 +28,14 @@ class Line(NamedTuple):
     number: int
     function: str
     code: str
+
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+def is_library(file: str) -> bool:
+    """Returns True if a source file is one of torch or of amp_fx."""
+    return file.startswith(_LIBRARIES)
 
 
 def lines_of(node: fx.Node) -> list[Line]:

@@ -12,7 +12,6 @@ import functools
 import itertools
 import sys
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from amp_fx.errors import PolicyError, PolicyWarning
 from amp_fx.graphs.bodies import argument_graphs, has_shared_body
-from amp_fx.graphs.locations import lines_of, target_name
+from amp_fx.graphs.locations import is_library, lines_of, target_name
 from amp_fx.graphs.metadata import CUSTOM
 from amp_fx.policies.calls import is_changeable
 from amp_fx.policies.changes import expand_ops
@@ -96,14 +95,13 @@ def _differs(number: int, name: str, device_type: str) -> bool:
     return has_arguments or any(table.get(op) != default.get(op) for op in ops)
 
 
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _warned: set[tuple[str, str]] = set()
 
 
 def _warn_of_eager_code() -> None:
     """Warns once for each function that runs eagerly in a region with a policy."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+    while frame.f_back is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
     place = frame.f_code.co_filename, frame.f_code.co_name
     if place in _warned:
@@ -127,7 +125,7 @@ def warn_of_policy(
     targets = {str(getattr(node.target, "__name__", node.target)) for node in inside}
     names = {target.partition(".")[0] for target in targets}
     if any(_differs(number, name, kind) for name in names for kind in device_types):
-        lines = [line for line in lines_of(nodes[0]) if not line.file.startswith(_LIBRARIES)]
+        lines = [line for line in lines_of(nodes[0]) if not is_library(line.file)]
         place = f"{lines[-1].file}:{lines[-1].number}: {lines[-1].code}" if lines else "?"
         warnings.warn(
             f"{target_name(nodes[0])} ({place}) follows torch.autocast: the policy does not reach "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +19,14 @@ from amp_fx.backend.rewrite import Reporting, rewrite
 from amp_fx.errors import UnsupportedError
 from amp_fx.explanation.running import optimized
 from amp_fx.graphs.bodies import graphs_in, with_attributes_as_inputs
-from amp_fx.graphs.locations import location_of
+from amp_fx.graphs.locations import is_library, lines_of, location_of
 from amp_fx.graphs.metadata import DECISIONS
 from amp_fx.numerics.float8_products import Float8Twin
 from amp_fx.observe.places import EAGER_FORMS
 from amp_fx.options import Options
 from amp_fx.policies.float8 import float8_product, float8_weight
 from amp_fx.regions.state import no_autocast
+from amp_fx.torch_private.dynamo import counters
 from amp_fx.weights.inputs import Inputs
 
 if TYPE_CHECKING:
@@ -42,11 +44,13 @@ class CompiledStep:
     Attributes:
         recorder: The recorder of the next run.
         num_graphs: The number of captured graphs.
+        breaks: The reasons of graph breaks; the code there runs eagerly and unobserved.
     """
 
     def __init__(self, step: Callable[..., Any], policy: Policy, recorder: Recorder) -> None:
         self.recorder = recorder
         self.num_graphs = 0
+        self.breaks: Counter[str] = Counter()
         self._options = Options.parse(
             {"compiler": "eager", "policy": policy, "weight_cache": False}
         )
@@ -58,7 +62,9 @@ class CompiledStep:
         Raises:
             UnsupportedError: Dynamo captured nothing, so that the policy has no effect.
         """
+        before = Counter(counters["graph_break"])
         results = self._call(*args, **kwargs)
+        self.breaks += Counter(counters["graph_break"]) - before
         if not self.num_graphs:
             raise UnsupportedError(
                 "policies apply to compiled code only, and Dynamo captured no graph of the step"
@@ -87,7 +93,7 @@ class CompiledStep:
             if node.op not in ("call_function", "call_method"):
                 continue
             target: Any = node.target
-            place = location_of(node, frame), _function_of(node)
+            place = _location_of(node, frame), _function_of(node)
             with graph.inserting_before(node):
                 graph.call_function(self._entering(*place))
             node.target = EAGER_FORMS.get(str(target), target)
@@ -116,6 +122,15 @@ class CompiledStep:
             if isinstance(sink, Float8Twin):
                 return sink.run_float8(run, args[0], weight, args[2], args[-1])
         return run()
+
+
+def _location_of(node: fx.Node, frame: CompileFrame) -> NodeLocation:
+    """Returns the module of a node, and the line of the program, not of a function of torch."""
+    location = location_of(node, frame)
+    lines = [line for line in lines_of(node) if not is_library(line.file)]
+    if not lines:
+        return location
+    return location._replace(file=lines[-1].file, line=lines[-1].number, code=lines[-1].code)
 
 
 def _function_of(node: fx.Node) -> Any:

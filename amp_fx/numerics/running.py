@@ -265,6 +265,11 @@ def run_step(
         rewind()
         twin = Float8Twin(asked.reference, asked.modules)
         Recorder(guard, paths, twin, _OwnBackwards(twin))
+        for why in () if compiled is None else compiled.breaks:
+            first_line = why.strip().split("\n")[0]
+            twin.leave_out(
+                "code outside of graphs", "", f"a policy does not apply to it: {first_line}"
+            )
         fields = _shadow_run(twin, forward, paths, asked)
     if dtype == torch.float16:
         fields["suggested_scale"] = _suggested_scale(twin.exponents, asked.scale)

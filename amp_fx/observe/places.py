@@ -13,14 +13,13 @@ import functools
 import linecache
 import sys
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from amp_fx.errors import PolicyError
-from amp_fx.graphs.locations import NodeLocation
+from amp_fx.graphs.locations import NodeLocation, is_library
 from amp_fx.policies.calls import is_changeable
 from amp_fx.policies.changes import expand_ops
 from amp_fx.regions.module_stack import current_stack
@@ -84,10 +83,6 @@ EAGER_FORMS: dict[str, Callable[..., Any]] = {
     "scan": _scan,
     "flex_attention": _flex_attention,
 }
-
-
-_TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).parents[1])
 
 
 class CallNotes(TorchFunctionMode):
@@ -175,7 +170,7 @@ def _user_line() -> tuple[str, int]:
     """Returns the innermost line of Python's stack outside of torch and amp_fx."""
     for frame in frames_above():
         name = frame.f_code.co_filename
-        if not name.startswith((_TORCH, _OURS, "<")):
+        if not is_library(name) and not name.startswith("<"):
             return name, frame.f_lineno
     return "", 0
 
