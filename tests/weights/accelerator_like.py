@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 class Event:
-    """One that nobody asks whether it has happened: that would end captures in other threads."""
+    """Event without ``query``, which would end captures in other threads."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -50,13 +50,13 @@ class Stream:
 
 
 class Accelerator:
-    """What a test sees and says of it.
+    """State of the pretended accelerator, which tests read and set.
 
     Attributes:
-        streams: Two.
-        current: The stream that calls come on.
-        held: Storages whose memory is kept, by address, with the streams it is kept for.
-        is_capturing: Whether what is done now is recorded in a CUDA graph.
+        streams: Two streams.
+        current: The current stream of calls.
+        held: Addresses of storages that were recorded on a stream, with the stream's id.
+        is_capturing: True if a CUDA graph is being captured.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Accelerator:
         self.is_capturing = False
 
     def is_held(self, tensor: torch.Tensor, stream: Stream) -> bool:
-        """Whether the memory of a tensor is kept until a stream has read it."""
+        """Returns True if the memory of a tensor is held until a stream has read it."""
         return (address_of(tensor), stream.stream_id) in self.held
 
 
@@ -91,7 +91,7 @@ class _WithoutHostSamples:
 
 @contextlib.contextmanager
 def accelerator_like(patch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
-    """Where graphs on the CPU keep values as those on an accelerator do."""
+    """Makes graphs on the CPU cache values as graphs on an accelerator do."""
     pretended = Accelerator()
 
     def hold(tensor: torch.Tensor, stream: Stream) -> None:

@@ -48,7 +48,7 @@ def text(graph: fx.Graph) -> list[str]:
 
 
 def weights(*tensors: torch.Tensor | None, names: Sequence[str] = "abcdef") -> Candidates:
-    """Returns the candidates of a graph whose inputs are these weights; None is no weight."""
+    """Returns the candidates of a graph with these weights as inputs; None is another input."""
     found = {i: Weight(names[i], t) for i, t in enumerate(tensors) if t is not None}
     return Candidates(found, {}, tuple(range(len(tensors))), frozenset(), False)
 

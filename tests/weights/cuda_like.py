@@ -57,10 +57,10 @@ def _on_aliases(original: Any) -> Callable[..., None]:
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes under a storage that nobody watches; must not outlive the tensor.
+    """Returns a tensor with the same bytes and an unwatched storage; must not outlive the tensor.
 
-    Relies on ``torch._C._data_address``, which asks for no mutable pointer. Python's object of a
-    storage would look like somebody who reads the tensor, so none is made.
+    Relies on ``torch._C._data_address``, which requests no mutable pointer. A Python object of the
+    storage would look like a reader of the tensor, so none is created.
     """
     if tensor.numel() == 0 or tensor.device.type != "cpu":
         return tensor

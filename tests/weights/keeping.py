@@ -104,14 +104,14 @@ class Line(nn.Module):
         return out
 
     def weight(self, i: int) -> nn.Parameter:
-        """Of a layer, as it is now."""
+        """Returns the current weight of a layer."""
         weight = self.layers[i].weight
         assert isinstance(weight, nn.Parameter)
         return weight
 
 
 def contents(seed: int, size: int = SIZE) -> torch.Tensor:
-    """What a weight may hold; what two seeds give is unlike."""
+    """Returns contents of a weight, which differ between seeds."""
     scaled: torch.Tensor = random(size, size, seed=seed) / size**0.5
     return scaled
 
@@ -129,7 +129,7 @@ def batch(size: int = SIZE) -> torch.Tensor:
 def expected(
     held: Sequence[torch.Tensor], x: torch.Tensor, *, is_trained: bool
 ) -> tuple[torch.Tensor, ...]:
-    """What eager autocast makes of plain tensors: no weight of the model is read for it."""
+    """Computes the result of eager autocast from plain tensors, without reading a weight."""
     x = x.detach().clone().requires_grad_(is_trained)
     with torch.autocast("cpu", torch.bfloat16):
         out = x
@@ -167,6 +167,6 @@ def weak(tensor: torch.Tensor) -> StorageWeakRef:
 
 
 def num_alive(storages: Iterable[StorageWeakRef]) -> int:
-    """How many storages have not been freed."""
+    """Returns the number of storages that have not been freed."""
     gc.collect()
     return sum(not storage.expired() for storage in storages)  # type: ignore[no-untyped-call]

@@ -193,7 +193,7 @@ class Program:
         del known[:-3]
 
     def _turn_back(self, i: int) -> None:
-        """Lets a weight lie where it lay before, with what is there now."""
+        """Sets ``.data`` to a former storage of the weight, with its current contents."""
         if not self.past.get(i):
             return
         data, _ = self.choose.choice(self.past[i])

@@ -1,15 +1,15 @@
 """Threads that call one compiled model while others write its weights; a wrong number exits 1.
 
-Run in a process of its own, as what it looks for may abort the process::
+Run in a separate process, because the faults that it looks for may abort the process::
 
     python -X faulthandler -m tests.weights.stress_program data --seconds 5
     python -X faulthandler -m tests.weights.stress_program "data --frozen" hogwild
 
 All numbers of the model are positive, so that every output rises with every element of every
-weight. A weight version is a scaling of whole weights by powers of two, from which the output
-tells which version of which use of a weight it was made of: the exponent of its ratio to the
-first version's is ``3 e + e + 9 h``, for the version's ``e`` of the embedding as it is read, the
-same for the tied head, and ``h`` of the hidden layer.
+weight. A weight version scales whole weights by powers of two, so that the output identifies the
+version of each use of a weight: the exponent of its ratio to the first version's output is
+``3 e + e + 9 h``, with the version's ``e`` of the embedding, the same for the tied head, and ``h``
+of the hidden layer.
 
 A call that no write overlaps must give the newest version. One that a write overlaps may see
 any element old or new (native calls do), so that the output lies between the two.
@@ -67,7 +67,7 @@ class Tied(nn.Module):
 
 
 def exponent(version: int) -> int:
-    """Of what the output of a version is times that of the first."""
+    """Returns the exponent of the ratio of a version's output to the first version's."""
     return (3 + 1 + 9) * (version % NUM_VERSIONS)
 
 
@@ -165,7 +165,7 @@ def serve(
 
 
 def reference(model: Tied, x: torch.Tensor) -> torch.Tensor:
-    """What eager autocast makes of the weights as they are."""
+    """Runs the model with its current weights in eager autocast."""
     with torch.no_grad(), torch.autocast(x.device.type, torch.bfloat16):
         return model(x).float()  # type: ignore[no-any-return]
 
@@ -190,7 +190,7 @@ def read_and_write(run: Run, compiled: Any, model: Tied, scale: Any, *, grad: bo
 
 
 def hog_wild(run: Run, compiled: Any, model: Tied) -> None:
-    """Each thread calls, differentiates and writes, and nobody waits for anybody."""
+    """Calls, differentiates and writes in all threads without synchronization."""
     parameters = list(model.parameters())
 
     def hog(k: int) -> None:
@@ -254,7 +254,7 @@ def run_scenario(scenario: Any, arguments: Any) -> Run:
 
 
 def as_scenario(text: str) -> Any:
-    """What ``data --frozen`` says."""
+    """Parses a scenario such as ``data --frozen``."""
     parser = argparse.ArgumentParser("a scenario")
     parser.add_argument("name", choices=["read", "data", "optimizer", "hogwild"])
     parser.add_argument("--grad", action="store_true", help="readers have gradients enabled")

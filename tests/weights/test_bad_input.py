@@ -1,4 +1,4 @@
-"""What weights and programs should not do, but do: right numbers or one clear error, no crash."""
+"""Misuse of weights and programs gives right numbers or one clear error, and no crash."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ROUNDS = 200
 
 
 class Subclass(torch.Tensor):
-    """One that does nothing of its own."""
+    """Tensor subclass that changes nothing."""
 
 
 def becomes_subclass(net: Net) -> None:

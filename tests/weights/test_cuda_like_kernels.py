@@ -39,7 +39,7 @@ def arguments(name: str) -> tuple[list[Any], dict[str, Any]]:
 
 
 def value_for(argument: Any, seed: int) -> Any:
-    """What an op takes as one of its arguments."""
+    """Returns a value for an argument of an op."""
     flat = random(40, seed=seed).abs() + 0.1
     special = {
         "state_steps": [torch.ones(()), torch.ones(())],

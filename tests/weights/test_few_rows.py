@@ -216,7 +216,7 @@ def test_exact_sums_have_the_bits_of_eager_autocast(
     low: torch.dtype,
     num_threads: int,
 ) -> None:
-    """Of weights with padding, stored low or not; an op is fused into the template."""
+    """Multiplies by weights with padding, stored low or not; the template fuses an op."""
     dtype = low if is_low else torch.float32
     layer = nn.Linear(depth, columns, bias=has_bias, dtype=dtype)
     for parameter in layer.parameters():
@@ -260,7 +260,7 @@ def hits() -> Iterator[dict[str, int]]:
 
 @torch.no_grad()
 def test_code_of_a_cache_on_disk_sees_writes(hits: dict[str, int]) -> None:
-    """A new process compiles nothing: ``reset`` stands for one."""
+    """Loads code from the cache on disk after ``reset``, as a new process does."""
     for factor in (1.0, -3.0):
         torch._dynamo.reset()
         model, _ = make_line()

@@ -49,7 +49,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
 
 
 def constants() -> list[CacheEntry]:
-    """What frozen graphs keep besides the weights' own bytes."""
+    """Returns the cache entries of frozen graphs that are not aliases of weights."""
     entries = [e for e in STORE.entries.values() if not e.spec.is_alias]
     assert entries, "nothing is frozen"
     return entries

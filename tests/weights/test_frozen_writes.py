@@ -1,4 +1,4 @@
-"""What frozen graphs compute from weights is made again; ``test_writes`` has the ways to write."""
+"""Frozen graphs recompute cached values after writes; ``test_writes`` has the kinds of writes."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def changed(model: nn.Module, seed: int) -> None:
 
 
 def is_packed() -> bool:
-    """Whether any value is a constant of generated code."""
+    """Returns True if any value is a constant of generated code."""
     calls = [call for entry in STORE.entries.values() for call in entry.calls]
     return any(call._bind is not None for call in calls)
 
@@ -176,7 +176,7 @@ def test_whatever_is_made_of_weights_is_made_again(name: str) -> None:
 @needs.FROZEN_GRAPHS
 @torch.no_grad()
 def test_statistics_that_a_call_writes_are_not_frozen() -> None:
-    """What was made of running means would be made again in each call."""
+    """Caches no values of running means, which would be refreshed in each call."""
     model, x = convolutions().train(), random(2, 4, 6, 6)
     twin, compiled = twin_of(model), FROZEN.compile(model, fallback=False)
     compiled(x)
@@ -212,7 +212,7 @@ def test_what_is_alike_is_kept_once() -> None:
 @torch.no_grad()
 @needs.PACKING
 def test_what_is_made_on_the_way_is_freed_once_it_is_compiled() -> None:
-    """A cast that is packed then: it takes as much, and nobody needs it any more."""
+    """Frees the cast that is packed afterwards: it is as large, and unused."""
     model = nn.Linear(96, 96)
     compiled = FROZEN.compile(model)
     gc.collect()

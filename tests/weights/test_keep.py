@@ -1,4 +1,4 @@
-"""``amp_fx.keep``: values computed from weights are never stale, whoever writes, and bad input."""
+"""``amp_fx.keep``: values computed from weights are never stale after any write, and bad input."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_whole_weight_with_gaps_or_an_expanded_one(
 
 @pytest.mark.parametrize("part", [32, 64])
 def test_a_part_that_is_written_through_an_old_array_is_found_within_64_calls(part: int) -> None:
-    """At least a 32nd of a weight: two of its 64 stretches, one of which lies inside the part."""
+    """Writes a 32nd of a weight or more, so that one of its 64 stretches is inside the part."""
     for seed in range(5):
         w = weight(seed, 64, 32)
         array = w.detach().numpy().reshape(-1)
@@ -424,7 +424,7 @@ def test_it_cannot_be_pickled() -> None:
 
 @pytest.mark.parametrize("kind", ["conj", "neg"])
 def test_a_weight_that_becomes_its_conjugate_or_negative_in_place(kind: str) -> None:
-    """The same storage and strides: only a bit of the tensor says so."""
+    """Sets a conjugate or negative bit of a weight with the same storage and strides."""
     z = torch.randn(SIZE, SIZE, dtype=torch.complex64)
     w = z.clone() if kind == "conj" else z.imag.clone()
     w.data = z if kind == "conj" else z.imag
@@ -928,7 +928,7 @@ def test_random_numbers_of_a_seeded_generator_are_a_value() -> None:
 
 
 def test_one_thread_writes_while_others_read() -> None:
-    """What readers hold never changes, and what comes after the writer is done is of its last."""
+    """Checks that held values never change, and that later values are of the last write."""
     w = nn.Parameter(torch.zeros(64, 64))
     kept = amp_fx.keep(lambda w: (w + 1, w.sum() * 0 + w[0, 0]), w)
     faults: list[str] = []
@@ -962,7 +962,7 @@ def test_one_thread_writes_while_others_read() -> None:
 
 
 def test_a_thread_that_compiles_and_one_that_makes_a_value_with_compiled_code_go_on() -> None:
-    """Each wants what the other has: the store, and Dynamo's lock."""
+    """Needs in each thread a lock that the other one holds: the store's and Dynamo's."""
     w, is_made, is_compiling = weight(), threading.Event(), threading.Event()
 
     def made(w: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,7 @@ def test_values_are_right_and_kept_again_after_a_write(*, clones_first: bool) ->
 
 
 def test_a_weight_that_is_written_after_its_clone_died() -> None:
-    """It keeps its address then, and nothing tells of the write but that it was not watched."""
+    """Writes a weight that keeps its address; only the missing watch reports the write."""
     w = square().detach()
     kept = kept_of(w)
     clone = torch._lazy_clone(w)

@@ -1,4 +1,4 @@
-"""Copies live as long as their weights, within the limit, and are nobody else's business."""
+"""Cached values live as long as their weights, within the limit, and affect nothing else."""
 
 from __future__ import annotations
 

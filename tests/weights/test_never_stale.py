@@ -1,6 +1,6 @@
-"""Writes that are hard to see: through old aliases, in the midst of calls, by other threads.
+"""Writes that are hard to detect: through old aliases, during calls, by other threads.
 
-Each is asked of the three ways in which values of weights are kept, by the numbers alone.
+Each is tested with all three kinds of cached values, by comparing numbers alone.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def make_eventful() -> tuple[Line, list[torch.Tensor]]:
 
 
 def written(held: torch.Tensor, write: Write) -> torch.Tensor:
-    """What a weight will hold."""
+    """Returns the contents of a weight after a write."""
     twin = nn.Parameter(held.clone())
     write(twin)
     return twin.detach()

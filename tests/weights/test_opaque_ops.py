@@ -99,7 +99,7 @@ def _change() -> None:
 
 
 def run(program: Any, model: Opaque, *, with_gradients: bool) -> list[list[torch.Tensor]]:
-    """What some calls give, between which the state changes, and after a write of the weight."""
+    """Returns results of some calls; the state changes between them, and the weight once."""
     _reset()
     found = []
     for i in range(4):

@@ -98,7 +98,7 @@ def test_never_stale_after_a_step_by_inductor(name: str) -> None:
 
 
 def check_compiled_step(name: str, backend: str) -> None:
-    """The twin is given the weights that the compiled step left behind."""
+    """Loads the weights of each compiled step into the twin, and compares both."""
     net, twin = make_net(), make_net()
     compiled = EVAL.compile(net)
     optimizer = make_optimizer(name, "default", net)

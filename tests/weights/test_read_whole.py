@@ -1,4 +1,4 @@
-"""Which weights kernels of accelerators cast on the way: those that they read whole, and biases."""
+"""Kernels of accelerators cast the weights that they read whole, and biases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several graphs of one model keep of its weights is kept once."""
+"""Several graphs of one model share the cached values of its weights."""
 
 from __future__ import annotations
 

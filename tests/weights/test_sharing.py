@@ -262,7 +262,7 @@ def weight_of(model: Any) -> Callable[..., torch.Tensor]:
 
 
 class StoredLow(nn.Module):
-    """Weights stored in bfloat16 that an op wants in float32, a scalar among them."""
+    """Weights stored in bfloat16 that an op reads in float32, including a scalar."""
 
     def __init__(self) -> None:
         super().__init__()

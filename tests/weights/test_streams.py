@@ -56,7 +56,7 @@ class Scene:
         return sums
 
     def expected(self) -> list[float]:
-        """What a call gives that finds nothing stale."""
+        """Returns the result of a call without stale values."""
         return [weight.bfloat16().double().sum().item() for weight in self.weights]
 
 
@@ -103,7 +103,7 @@ def on_two_streams(accelerator: Accelerator, scene: Scene) -> None:
 def test_a_stream_that_calls_no_more_does_not_keep_memory_from_reuse(
     accelerator: Accelerator,
 ) -> None:
-    """As a warm-up on a stream of its own, after which inductor records CUDA graphs."""
+    """Calls on a stream once, like a warm-up after which inductor records CUDA graphs."""
     scene = Scene(weight_of(4, 4))
     on_two_streams(accelerator, scene)
     (entry,) = STORE.of_weight(scene.weights[0])

@@ -71,7 +71,7 @@ def test_writes_are_seen(writes: list[tuple[str, int]]) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("columns", [17, 32, 100])
 def test_a_refresh_gives_the_bits_of_a_new_compilation(columns: int) -> None:
-    """Of padded weights, too."""
+    """Compares bits with those of a new compilation, also for padded weights."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, columns), nn.ReLU(), nn.Linear(columns, 48))
     x = torch.randn(4, 64)

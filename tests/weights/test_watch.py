@@ -1,4 +1,4 @@
-"""What the compiled part relies on in torch, and what others rely on in it."""
+"""Properties of torch that the compiled part relies on, and properties of the compiled part."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_threads_may_watch_and_write_at_once() -> None:
 
 
 def kept_copy() -> Any:
-    """What the engine knows of a copy that is kept."""
+    """Returns a weight and the cache slot of its cast."""
     p = torch.nn.Parameter(torch.ones(4, 4))
     entry = STORE.entry(cast_spec(p), (p,), "a test")
     assert entry is not None

@@ -1,4 +1,4 @@
-"""The table of signals, walked through: each tells of what it is said to tell of."""
+"""Each signal of the table reports the writes that the table lists."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def kept(p: torch.nn.Parameter) -> CacheEntry:
 
 
 def lies_where(entry: CacheEntry, p: torch.nn.Parameter) -> bool:
-    """Whether a weight lies where it lay when its copy was made."""
+    """Returns True if a weight has the storage that it had when its cast was computed."""
     return bool(entry.slot.matches((p,)))
 
 

@@ -77,7 +77,7 @@ happen.register_autograd(lambda _, grad: grad)
 
 
 class EventfulNet(Net):
-    """The same net, in whose calls something may happen."""
+    """``Net`` that runs the pending events of ``happen`` during a call."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.b(happen(torch.relu(self.a(x))))  # type: ignore[no-any-return]
@@ -114,7 +114,7 @@ class Models:
         self.write_twin(i)
 
     def write_inside(self, i: int) -> None:
-        """The same, the model's in the midst of a call of the first graph."""
+        """Writes both models, the compiled one during a call of the first graph."""
         graph, program = self.graphs[0]
         PENDING.append(functools.partial(self.write_net, i))
         with torch.set_grad_enabled(graph.is_trained):
@@ -133,7 +133,7 @@ class Models:
 
 
 def between_calls(models: Models) -> None:
-    """Who notices a write first must not hide it from the other graph."""
+    """Writes between calls: detecting a write in one graph must not hide it from the other."""
     for i, which in enumerate(((0, 1), (1, 0), (1,), (0,), (0, 1))):
         models.write(i)
         models.check(*which)
@@ -186,7 +186,7 @@ def check_order(write: str, pair: tuple[Graph, Graph], order: Order, **options: 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("signal", SIGNALS)
 def test_never_stale(signal: str, order: str, pair: tuple[Graph, Graph]) -> None:
-    """Only where the sample is what tells of a write are samples compared."""
+    """Compares samples only for writes that no other signal reports."""
     verify = "sample" if signal == "sample" else "off"
 
     def failure(write: str) -> str:
@@ -219,7 +219,7 @@ def test_every_signal_has_writes(signal: str) -> None:
 @needs.WATCH
 @pytest.mark.parametrize("graph", [EVAL, TRAIN], ids=lambda graph: graph.name)
 def test_the_table_would_notice_a_cache_that_never_refreshes(graph: Graph) -> None:
-    """A write that no signal tells of, with samples switched off."""
+    """Fails after a write that no signal reports, with samples disabled."""
     with pytest.raises(AssertionError, match="not equal"):
         check_order("array_taken_before", (graph, EVAL), between_calls, verify="off")
 

@@ -1,7 +1,7 @@
-"""Ways to change a weight: each is prepared for a model and then called step by step.
+"""Writes to a weight: each is prepared for a model and then called step by step.
 
-The same steps on a twin make the same weights, bit for bit. Some need a model of plain
-allocated storage, some bring their own. Each is listed under the signal that tells of it
+The same steps on a twin give the same weights, bit for bit. Some need a model with ordinary
+storages, some create their storage. Each is listed under the signal that reports it
 (``amp_fx.weights.write_signals``); if several do, under the one that the others cannot replace.
 """
 
