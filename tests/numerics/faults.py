@@ -1,7 +1,7 @@
 """Modules with one numerical fault each, and models to plant them in.
 
-A fault is where precision is lost; ``ops`` are those that mend it when they run in float32, as
-whoever wrote the fault would mend it.
+A fault loses precision; ``ops`` are the ops that repair it when they run in float32, as a
+developer would repair it.
 """
 
 from __future__ import annotations

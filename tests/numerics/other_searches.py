@@ -1,6 +1,6 @@
-"""How other tools look for what has to stay precise, to count their questions.
+"""Searches of other tools for ops that need float32, to count their trials.
 
-Written from the descriptions of their methods: segments of onnxconverter-common's
+They follow the descriptions of the methods: segments of onnxconverter-common's
 ``auto_mixed_precision``, the bisection of prefixes of polygraphy's ``debug precision``, and
 Zeller's ddmin, which Precimonious builds on.
 """

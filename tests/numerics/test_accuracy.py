@@ -158,7 +158,7 @@ def test_the_effect_of_an_op_by_hand(rng: torch.Generator) -> None:
 
 
 def test_the_effect_of_writes_in_place(rng: torch.Generator) -> None:
-    """Of a whole tensor and of a part: both errors are met by their gradients."""
+    """Writes a whole tensor and a part; the gradients of both errors are included."""
     w, x = (torch.randn(64, 64, generator=rng, requires_grad=True) for _ in range(2))
 
     def step(w: Tensor, x: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def test_models_of_sound_parts_have_no_suspect(kind: str, dtype: str) -> None:
 
 
 def test_few_tokens_with_another_expert_are_no_fault() -> None:
-    """Which of two near values is larger is chance; sorted by it all tokens stand elsewhere."""
+    """Routes few tokens differently by chance, which moves all tokens after sorting."""
 
     class Experts(nn.Module):
         def __init__(self) -> None:
@@ -147,7 +147,7 @@ def test_gradients_that_a_larger_scale_keeps_are_no_fault() -> None:
 
 
 def test_statistics_that_a_norm_keeps_for_its_backward_are_not_its_result() -> None:
-    """Of two values their norm is exact, and the inverse of their difference is not."""
+    """Normalizes two values exactly, although the inverse of their difference has an error."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 32, 1), nn.BatchNorm2d(32))
     x = torch.randn(2, 3, 1, 1)

@@ -70,7 +70,7 @@ def test_out_of_questions_the_smallest_set_so_far_is_given() -> None:
 
 
 def questions(size: int, needed: set[int], ranked: list[int]) -> dict[str, int]:
-    """How many questions each way takes until it ends."""
+    """Returns the number of trials that each search takes until it ends."""
     counts: dict[str, int] = {}
 
     def counting(name: str) -> object:

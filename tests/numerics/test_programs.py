@@ -90,7 +90,7 @@ def test_effects_in_a_step_that_runs_its_own_backward() -> None:
 
 
 def test_gradients_taken_inside_of_a_step() -> None:
-    """Of an adversarial step: the backward of the loss comes after it."""
+    """Takes gradients in an adversarial step, before the backward of the loss."""
     net = nn.Linear(16, 16)
 
     def step(x: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ def test_a_nested_tensor() -> None:
 
 
 class Wrapper(torch.Tensor):
-    """A tensor that stands for another one."""
+    """Wrapper subclass around another tensor."""
 
     kept: Tensor
 

@@ -1,4 +1,4 @@
-"""What the shadow run relies on in torch, by itself."""
+"""Properties of torch that the shadow run relies on, each tested alone."""
 
 from __future__ import annotations
 
