@@ -38,7 +38,7 @@ def size(tensor: torch.Tensor) -> int:
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What eager code hands to kernels: bytes of arguments and of results, by op."""
+    """Counts the bytes of arguments and results that eager code passes to kernels, by op."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -75,7 +75,7 @@ def eager(model: Callable[..., Any], args: Sequence[Any]) -> Ledger:
 @needs.HOOK
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_of_casts_are_those_of_eager_autocast(name: str) -> None:
-    """Of the inserted casts, before they are shared and cached."""
+    """Counts the inserted casts before they are shared and cached."""
     make, args = CASES[name]
     model = make()
     with torch.set_grad_enabled(name in ("mlp", "unet")):
@@ -87,7 +87,7 @@ def test_bytes_of_casts_are_those_of_eager_autocast(name: str) -> None:
 
 
 def test_a_model_on_meta_for_a_device_that_is_not_there() -> None:
-    """The same figures as of a real one; of CUDA, norms and losses are in float32."""
+    """Compares figures with those of a real model; on CUDA, norms and losses are in float32."""
     with torch.device("meta"):
         model, x = mlp(), torch.zeros(8, 16)
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device_type": "cuda", "backward": True}

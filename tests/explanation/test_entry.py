@@ -1,4 +1,4 @@
-"""What an explanation says, against graphs and eager runs that it knows nothing of."""
+"""Explanations, against graphs and eager runs that are independent of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights are only read low: what becomes of the numbers if they are stored low."""
+"""Weights that are only read low, and how results change if they are stored low."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The networkx graph, and the questions that are asked of it, on graphs counted by hand."""
+"""The networkx graph and its queries, on graphs that were counted by hand."""
 
 from __future__ import annotations
 

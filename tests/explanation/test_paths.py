@@ -27,7 +27,7 @@ NAMES = st.one_of(
 
 
 class Net(nn.Module):
-    """Modules under names that are given, a list that is no module, and an op of its own."""
+    """Modules under given names, a plain list of modules, and an op outside of them."""
 
     def __init__(self, children: dict[str, nn.Module]) -> None:
         super().__init__()

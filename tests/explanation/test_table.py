@@ -1,4 +1,4 @@
-"""What a person reads: the table, and what differs between two explanations."""
+"""The printed table, and the printed differences between two explanations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_layers_that_are_alike_are_one_row() -> None:
 
 
 def test_every_decision_has_its_reason() -> None:
-    """Of a table, of a change to it, of a region and of an opaque region."""
+    """Prints reasons for a table, a change to it, a disabled region, and an opaque region."""
 
     def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", enabled=False):
