@@ -1,8 +1,8 @@
 """Runs ONNX models node by node, and rounds every result to the type that the graph gives it.
 
-onnxruntime leaves out roundings: it fuses nodes, and computes chains of low nodes in float32. Here
-each node is a session of its own that computes in float32 on exact inputs, as the kernels of
-PyTorch do, and its results are rounded once.
+onnxruntime omits roundings: it fuses nodes, and computes chains of low nodes in float32. Here each
+node runs in a separate session that computes in float32 on exact inputs, as the kernels of PyTorch
+do, and its results are rounded once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Runs the subjects of model parity through ``amp_fx.export``, and says where bits differ.
+"""Runs the subjects of model parity through ``amp_fx.export``, and reports different bits.
 
 The oracle is eager ``torch.autocast``, as in ``tests.parity.oracle``. ``torch.export`` changes a
-few programs by itself: where the direct comparison differs, the program that it makes of the model
-alone is run in eager autocast; if that differs from the eager model as well, amp_fx is held to it
+few programs by itself: if the direct comparison differs, the program that it exports without amp_fx
+runs in eager autocast. If that differs from the eager model as well, amp_fx is compared with it
 instead.
 """
 
@@ -76,10 +76,10 @@ def saved_and_loaded(program: ExportedProgram) -> ExportedProgram:
 def check(
     build: Callable[[], Subject], way: Way, dtype: torch.dtype, *, is_saved: bool
 ) -> str | None:
-    """How an exported program differs from the oracle; None if it does not.
+    """Describes how an exported program differs from the oracle; None if it does not.
 
     Raises:
-        NotExportableError: Nor can torch export the model.
+        NotExportableError: torch cannot export the model either.
     """
 
     def ours(model: nn.Module, args: Any, kwargs: Any) -> ExportedProgram:
@@ -128,7 +128,7 @@ def check(
 
 
 def difference(expected: Result, actual: Result) -> str | None:
-    """The first output that differs; an exported program has buffers of its own."""
+    """Describes the first output that differs; an exported program has separate buffers."""
     for i, (a, b) in enumerate(zip(expected.outputs, actual.outputs, strict=True)):
         found = oracle.leaf_difference(a, b)
         if found:

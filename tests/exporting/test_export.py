@@ -203,7 +203,7 @@ def test_keyword_arguments() -> None:
 
 
 class Regions(nn.Module):
-    """Regions of its own: another dtype, one that is off, both inside of a ``no_grad``."""
+    """Model with regions: another dtype, a disabled one, and both inside ``no_grad``."""
 
     def __init__(self) -> None:
         super().__init__()

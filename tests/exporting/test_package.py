@@ -27,7 +27,7 @@ COLUMNS = 64
 
 
 class Model(nn.Module):
-    """Low products, a norm with float32 weights, a region of its own."""
+    """Model with low products, a norm with float32 weights, and a region."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Exported models, out of a file, against eager ``torch.autocast``: bit for bit, both ways in."""
+"""Exported and loaded models against eager ``torch.autocast``, bit for bit."""
 
 from __future__ import annotations
 
