@@ -48,7 +48,7 @@ def random_states(*accelerators: str) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def random_states_kept() -> Iterator[None]:
+def preserve_random_states() -> Iterator[None]:
     """Context that leaves the random states of the CPU, NumPy and Python as they were."""
     restore = random_states()
     try:

@@ -60,8 +60,8 @@ from amp_fx.graphs.opaque import (
     RejectedTransformError,
     evaluate_opaque,
     evaluate_together,
-    in_steps,
     is_bare_function,
+    iterate_steps,
     native_autocast,
 )
 from amp_fx.graphs.range_guard import clamp_fill_value, reason_for_float32, record_range
@@ -170,7 +170,7 @@ class _Rewriter:
         values = operands or [_input_value(node) for node in placeholders]
         for node, value in zip(placeholders, values, strict=True):
             set_value(node, value)
-        for nodes in in_steps(self.graph):
+        for nodes in iterate_steps(self.graph):
             if len(nodes) > 1:
                 self._visit_transform(nodes)
             elif nodes[0].op == "get_attr":

@@ -28,9 +28,9 @@ from torch import fx
 from amp_fx.graphs.casts import (
     WHOLE_VIEWS,
     evaluate,
+    is_narrowing_cast,
     is_reinterpreting,
     narrowing_cast,
-    narrows,
     op_name,
 )
 from amp_fx.graphs.metadata import VALUE
@@ -82,7 +82,7 @@ def _read_through(gather: fx.Node) -> tuple[list[fx.Node], list[fx.Node]] | None
     pending = [gather]
     while pending:
         for user in pending.pop().users:
-            if narrows(user):
+            if is_narrowing_cast(user):
                 casts[user] = None
             elif not _carries(user):
                 return None

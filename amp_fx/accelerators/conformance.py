@@ -15,7 +15,7 @@ from amp_fx.accelerators.target import Target, supports
 from amp_fx.dtypes import as_dtype, dtype_name
 from amp_fx.errors import OptionError, UnsupportedError
 from amp_fx.policies.policy import as_policy
-from amp_fx.random_states import random_states_kept
+from amp_fx.random_states import preserve_random_states
 from amp_fx.regions.state import check_device_type, left_on_error, no_autocast
 from amp_fx.torch_private.autocast import privateuse1_name
 
@@ -131,7 +131,7 @@ def _unchanged_state() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
         with (
             torch.device("cpu"),  # the default device
-            random_states_kept(),
+            preserve_random_states(),
             left_on_error(),
             no_autocast(),
             torch.inference_mode(mode=False),

@@ -19,7 +19,7 @@ from amp_fx.eager.checkpoints import restore_regions
 from amp_fx.eager.region import skip_in_dynamo
 from amp_fx.graphs.bodies import copy_graph_module, enters_regions, with_attributes_as_inputs
 from amp_fx.graphs.shared_bodies import inline_shared_bodies
-from amp_fx.graphs.values import plain_inputs
+from amp_fx.graphs.values import to_meta_inputs
 from amp_fx.options import Options
 from amp_fx.progress import working
 from amp_fx.regions.disabled_guard import guard_disabled_region
@@ -81,7 +81,7 @@ def _handle_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
     gm, attributes = with_attributes_as_inputs(gm)
     example_inputs = [*example_inputs, *attributes]
     is_ahead = is_ahead_of_time()
-    inputs = Inputs.of(gm, plain_inputs(example_inputs) if is_ahead else example_inputs)
+    inputs = Inputs.of(gm, to_meta_inputs(example_inputs) if is_ahead else example_inputs)
     rewritten = rewrite(gm, inputs, options, Reporting())
     if rewritten.state.enabled and not AutocastState.ambient().enabled:
         watch_recompile_limit(rewritten.root)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from amp_fx.graphs.policy_mode import ambient_policy, policy_applied
+from amp_fx.graphs.policy_mode import ambient_policy, use_policy
 from amp_fx.regions.state import nested_as, nesting
 from amp_fx.torch_private.patches import wrap_checkpoints
 
@@ -29,7 +29,7 @@ def _in_current_regions(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with policy_applied(policy), nested_as(depth):
+        with use_policy(policy), nested_as(depth):
             return function(*args, **kwargs)
 
     return call

@@ -15,7 +15,7 @@ from amp_fx.dtypes import as_dtype
 from amp_fx.eager.checkpoints import restore_regions
 from amp_fx.errors import ArgumentTypeError, RegionError, did_you_mean
 from amp_fx.graphs import policy_mode
-from amp_fx.graphs.policy_mode import PolicyMode, ambient_policy, policy_applied
+from amp_fx.graphs.policy_mode import PolicyMode, ambient_policy, use_policy
 from amp_fx.policies import policy as policy_module
 from amp_fx.policies.policy import Policy, as_policy, preset
 from amp_fx.regions import policy_numbers
@@ -181,7 +181,7 @@ class _PolicyRegion:
         # some modules check for active function modes.
         is_native = self._is_default and ambient_policy() is None
         policy = None if is_native else self._policy
-        _enter(self, [policy_applied(policy), self._region._one_use()])
+        _enter(self, [use_policy(policy), self._region._one_use()])
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -22,12 +22,12 @@ from amp_fx.backend.entry import called_in, prepare_torch
 from amp_fx.backend.rewrite import rewrite, start_state
 from amp_fx.errors import OptionError, UnsupportedError
 from amp_fx.explanation.recorder import GraphRecorder, SeenGraph
-from amp_fx.graphs.values import hide_meta_errors, plain_inputs, storage_id
+from amp_fx.graphs.values import hide_meta_errors, storage_id, to_meta_inputs
 from amp_fx.options import Options
-from amp_fx.random_states import random_states_kept
+from amp_fx.random_states import preserve_random_states
 from amp_fx.regions.state import autocast_device_types, left_on_error, no_autocast
 from amp_fx.torch_private import pytree
-from amp_fx.torch_private.autograd import functorch_levels_restored
+from amp_fx.torch_private.autograd import restore_functorch_levels
 from amp_fx.torch_private.dynamo import config as dynamo_config
 from amp_fx.torch_private.dynamo import counters, optimize, pgo
 from amp_fx.torch_private.fake_tensors import FakeTensor, FakeTensorMode
@@ -268,19 +268,19 @@ def run_stand_in(
             options=dataclasses.replace(parsed, compiler="inductor"),
             is_imagined=stand_in.imagined,
         )
-        rewritten = rewrite(gm, Inputs.of(gm, plain_inputs(example_inputs)), parsed, recorder)
+        rewritten = rewrite(gm, Inputs.of(gm, to_meta_inputs(example_inputs)), parsed, recorder)
         with no_autocast():
             run = called_in(watch, recorder.finish(rewritten, example_inputs))
             return called_in(no_autocast, run)
 
     before = Counter(counters["graph_break"])
     with contextlib.ExitStack() as stack:
-        stack.enter_context(random_states_kept())
+        stack.enter_context(preserve_random_states())
         stack.enter_context(isolated())
         stack.enter_context(hide_meta_errors())
         # A graph may fail between nodes that change the state of the thread and restore it.
         stack.enter_context(left_on_error())
-        stack.enter_context(functorch_levels_restored())
+        stack.enter_context(restore_functorch_levels())
         stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
         if stand_in.fake_mode is not None:
             stack.enter_context(stand_in.fake_mode)

@@ -132,7 +132,7 @@ def is_reinterpreting(node: fx.Node) -> bool:
     return "dtype" in str(getattr(node.target, "_overloadname", ""))
 
 
-def narrows(node: fx.Node) -> bool:
+def is_narrowing_cast(node: fx.Node) -> bool:
     """Returns True if a node is a plain cast to a smaller dtype."""
     value, source = VALUE.get(node), _cast_value(node)
     if not isinstance(value, torch.Tensor) or source is None:

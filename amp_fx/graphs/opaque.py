@@ -24,7 +24,7 @@ from amp_fx.regions.state import no_autocast
 from amp_fx.torch_private.autograd import (
     enter_dual_level,
     exit_dual_level,
-    functorch_levels_restored,
+    restore_functorch_levels,
 )
 from amp_fx.torch_private.modes import TorchDispatchMode
 
@@ -51,7 +51,7 @@ def is_bare_function(node: fx.Node) -> bool:
     return is_function and SITE.of(node).is_bare
 
 
-def in_steps(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+def iterate_steps(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     """Yields the nodes in order, one by one or as the list of nodes of one transform."""
     transform: list[fx.Node] = []
     for node in list(graph.nodes):
@@ -91,7 +91,7 @@ def evaluate_together(
     with (
         native_autocast(nodes[0], fake_mode),
         recorder or contextlib.nullcontext(),
-        functorch_levels_restored(),
+        restore_functorch_levels(),
         contextlib.ExitStack() as dual_level,
     ):
         for node in nodes:

@@ -167,7 +167,7 @@ def ambient_policy() -> Policy | None:
 
 
 @contextlib.contextmanager
-def policy_applied(policy: Policy | None) -> Iterator[None]:
+def use_policy(policy: Policy | None) -> Iterator[None]:
     """Context in a region with an interned policy; None changes nothing."""
     with contextlib.nullcontext() if policy is None else PolicyMode(number_of(policy)):
         yield
@@ -176,7 +176,7 @@ def policy_applied(policy: Policy | None) -> Iterator[None]:
 SKIPPED = (
     PolicyMode.__torch_function__,
     ambient_policy,
-    policy_applied,
+    use_policy,
     _is_ignored,
     _differs,
     _warn_of_eager_code,

@@ -23,7 +23,7 @@ from amp_fx.graphs.metadata import CAPTURED, EXAMPLE_VALUE, VALUE, VERSION
 from amp_fx.policies.calls import bind, written_arguments
 from amp_fx.regions.state import no_autocast
 from amp_fx.torch_private import pytree
-from amp_fx.torch_private.autograd import saved_tensors_hooks_tracing
+from amp_fx.torch_private.autograd import disable_saved_tensors_hooks
 from amp_fx.torch_private.fake_tensors import FakeTensor, enable_python_dispatcher
 from amp_fx.torch_private.modes import TorchDispatchMode
 from amp_fx.torch_private.ops import OpOverload, OpOverloadPacket, returns_alias
@@ -188,7 +188,7 @@ def analysis(
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         # Hooks of the program would run on fake tensors.
-        stack.enter_context(saved_tensors_hooks_tracing())
+        stack.enter_context(disable_saved_tensors_hooks())
         # Casts are nodes of the graph, so no op may cast again.
         stack.enter_context(no_autocast())
         # Inference tensors have no versions, by which writes are found (``version_of``).
@@ -369,7 +369,7 @@ def dtypes_differ(left: Any, right: Any) -> bool:
     return any(a.dtype != b.dtype for a, b in zip(lefts, rights, strict=True))
 
 
-def plain_inputs(example_inputs: Sequence[Any]) -> list[Any]:
+def to_meta_inputs(example_inputs: Sequence[Any]) -> list[Any]:
     """Replaces fake inputs by meta tensors that share their storages.
 
     The cache accepts meta tensors as weights, but no fake tensors.

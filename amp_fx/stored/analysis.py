@@ -23,7 +23,7 @@ from amp_fx.explanation.entry import explain
 from amp_fx.explanation.running import fake_stand_in, leaf_tensors, module_tensors, real_stand_in
 from amp_fx.graphs.values import storage_id, tensors_in
 from amp_fx.policies.calls import TO_COPY
-from amp_fx.random_states import random_states_kept
+from amp_fx.random_states import preserve_random_states
 from amp_fx.torch_private.autograd import is_functorch_wrapped_tensor
 from amp_fx.torch_private.fake_tensors import FakeTensor
 from amp_fx.torch_private.modes import TorchDispatchMode
@@ -219,7 +219,7 @@ def _run(call: Call, low: list[str], reads: _Reads) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []
     for has_gradients in (False, True):
         with (
-            random_states_kept(),
+            preserve_random_states(),
             stand_in.fake_mode or contextlib.nullcontext(),
             call.region(),
             torch.set_grad_enabled(has_gradients),

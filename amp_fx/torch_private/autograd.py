@@ -116,7 +116,7 @@ def latest_sequence_number() -> int:
 
 
 @contextlib.contextmanager
-def saved_tensors_hooks_tracing() -> Iterator[None]:
+def disable_saved_tensors_hooks() -> Iterator[None]:
     """Context in which hooks for saved tensors do not run."""
     before = torch._C._autograd._saved_tensors_hooks_set_tracing(True)
     try:
@@ -126,7 +126,7 @@ def saved_tensors_hooks_tracing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def functorch_levels_restored() -> Iterator[None]:
+def restore_functorch_levels() -> Iterator[None]:
     """Context that pops levels of ``torch.func`` and re-enables saved tensor hooks on exit.
 
     An exception may have left levels on the stack and the hooks disabled.

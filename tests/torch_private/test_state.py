@@ -124,7 +124,7 @@ def test_saved_tensors_hooks_do_not_run_while_tracing() -> None:
 
     x = torch.ones(2, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        with autograd.saved_tensors_hooks_tracing():
+        with autograd.disable_saved_tensors_hooks():
             x.exp()
         assert seen == []
         x.exp()
@@ -135,7 +135,7 @@ def test_levels_of_a_failed_transform_are_popped() -> None:
     stack = torch._C._functorch.get_interpreter_stack
     before = len(stack() or ())
 
-    with autograd.functorch_levels_restored():
+    with autograd.restore_functorch_levels():
         torch._C._functorch._grad_increment_nesting()
         assert len(stack() or ()) == before + 1
     assert len(stack() or ()) == before
