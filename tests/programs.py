@@ -16,7 +16,6 @@ from torch.fx.node import map_arg
 from amp_fx.backend.pipeline import captured_passes, run_passes
 from amp_fx.graphs.records import AutocastSite
 from amp_fx.graphs.values import tensors_in
-from amp_fx.policies.changes import path_of
 from amp_fx.policies.policy import preset
 from amp_fx.regions.module_stack import compile_frame, module_stack
 from amp_fx.regions.state import AutocastState
@@ -271,7 +270,8 @@ def decisions_of(
             gm, captured_passes(policy, site(dtype), restores_outputs=True, frame=frame), check=True
         )
         for node in gm.graph.nodes:
-            path = path_of(module_stack(node, frame))
+            stack = module_stack(node, frame)
+            path = stack[-1][0] if stack else ""
             made = node.meta.get("decisions", ())
             found.extend(Decided(d.op, path, d.policy.value, d.origin) for d in made)
         return gm

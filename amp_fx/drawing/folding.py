@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from amp_fx.drawing.boxes import Box, Picture
 from amp_fx.errors import OptionError
 from amp_fx.explanation.table import number_ranges
-from amp_fx.policies.changes import join_path
+from amp_fx.regions.names import join_path
 from amp_fx.reports import SHORT
 
 if TYPE_CHECKING:

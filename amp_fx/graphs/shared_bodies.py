@@ -27,8 +27,8 @@ from amp_fx.graphs.decompose import value_key
 from amp_fx.graphs.metadata import CUSTOM, MODULE_STACK
 from amp_fx.graphs.policy_mode import annotated_policy, is_policy_annotation
 from amp_fx.graphs.values import is_written, recorded_value, set_value, value_of
-from amp_fx.policies.changes import plain_name
 from amp_fx.regions.module_stack import NO_FRAME, module_stack
+from amp_fx.regions.names import plain_name
 from amp_fx.torch_private import pytree
 from amp_fx.torch_private.higher_order import (
     inline_invoke_subgraph,

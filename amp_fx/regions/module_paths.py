@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from amp_fx.policies.changes import join_path
+from amp_fx.regions.names import join_path
 from amp_fx.regions.variables import items_of, variables_of
 
 if TYPE_CHECKING:

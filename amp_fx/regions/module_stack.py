@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from amp_fx.policies.changes import join_path, module_path, plain_name
 from amp_fx.regions.module_paths import ModulePaths, Program, original
+from amp_fx.regions.names import join_path, module_path, plain_name
 from amp_fx.torch_private.modules import code_of_module_calls, module_id
 from amp_fx.torch_private.tracing import TracingContext
 

@@ -11,7 +11,7 @@ from torch import nn
 import amp_fx
 from amp_fx import Policy
 from amp_fx.errors import PolicyWarning
-from amp_fx.policies.changes import module_path
+from amp_fx.regions.names import module_path
 from tests.programs import compiled
 
 pytestmark = pytest.mark.filterwarnings(
