@@ -19,7 +19,7 @@ from amp_fx.backend.disk_caches import (
     without_autograd_cache,
 )
 from amp_fx.backend.fallback import warn_eager
-from amp_fx.backend.lower import lower_graph
+from amp_fx.backend.lower import AotGraph, lower_graph, pack_graph, rewrite_graph
 from amp_fx.backend.numerics import (
     check_devices,
     inductor_config,
@@ -35,14 +35,17 @@ from amp_fx.policies.float8 import float8_product
 from amp_fx.policies.rounding import lower_rounded
 from amp_fx.progress import working
 from amp_fx.regions.state import called_without_autocast, left_on_error
+from amp_fx.torch_private.aot_autograd import make_boxed_func
 from amp_fx.torch_private.inductor_passes import CustomGraphPass
 from amp_fx.torch_private.patches import repaired_inductor
+from amp_fx.weights.pack import CannotPackError, packing, run_fake
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from amp_fx.backend.lower import Caching
     from amp_fx.options import Options
+    from amp_fx.weights.plan import CachePlan
 
     Compiled = Callable[..., Any]
 
@@ -273,3 +276,36 @@ def _float8_config(gm: fx.GraphModule) -> dict[str, Any]:
     nodes = gm.graph.find_nodes(op="call_function", target=float8_product)
     is_unset = getattr(config, name, 0) is None
     return {name: config.realize_cpu_opcount_threshold} if nodes and is_unset else {}
+
+
+def plan_graphs(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], caching: Caching
+) -> list[CachePlan]:
+    """Returns what the graphs of a rewritten graph cache. Computes and compiles nothing.
+
+    Args:
+        gm: The rewritten graph; it is edited.
+        example_inputs: Its inputs, fake.
+        caching: Values to cache.
+    """
+    plans: list[CachePlan] = []
+    options = caching.options
+
+    def plan_graph(graph: fx.GraphModule, given: Sequence[Any], **kwargs: Any) -> Any:
+        aot = AotGraph(graph, given, kwargs, is_counted=False)
+        candidates = caching.in_graph(aot)
+        if aot.stage == "inference" and caching.is_packable and candidates.weights:
+            fakes = {i: given[i] for i in candidates.weights}
+            try:
+                with packing(given):
+                    plans.append(pack_graph(aot.copy(), options, candidates, fakes, run_fake)[1])
+                return make_boxed_func(graph.forward)
+            except CannotPackError:
+                pass
+        if aot.stage != "backward":
+            plans.append(rewrite_graph(aot.copy(), options, caching.in_graph(aot, packs=False)))
+        return make_boxed_func(graph.forward)
+
+    with without_autograd_cache(), caching.partitioning():
+        compile_with_inductor(gm, example_inputs, options, plan_graph)
+    return plans

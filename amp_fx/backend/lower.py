@@ -20,29 +20,25 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from amp_fx.backend.added_passes import with_added
-from amp_fx.backend.disk_caches import without_autograd_cache
 from amp_fx.backend.numerics import inductor_config, is_strict, uses_inductor
 from amp_fx.backend.pipeline import aot_passes, packing_passes, run_passes
 from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.metadata import SITE, VALUE
 from amp_fx.passes.lay_out_convolutions import LayOutConvolutions
 from amp_fx.stats import record
-from amp_fx.torch_private.aot_autograd import (
-    keep_saved,
-    make_boxed_func,
-    min_cut_rematerialization_partition,
-)
+from amp_fx.torch_private.aot_autograd import keep_saved, min_cut_rematerialization_partition
 from amp_fx.torch_private.fake_tensors import FakeTensor, unset_fake_temporarily
 from amp_fx.torch_private.inductor_passes import CustomPartitionerFn
 from amp_fx.torch_private.tracing import TracingContext
 from amp_fx.weights.aliases import computed_outputs, saved_inputs, written_inputs
 from amp_fx.weights.cache_entry import computing_values
 from amp_fx.weights.call import CachedCall, verify_level
+from amp_fx.weights.checked_calls import checked_backward, checked_results
 from amp_fx.weights.inputs import TRAINED, UNWATCHED, find_candidates, owner_of
-from amp_fx.weights.pack import CannotPackError, Constants, compile_packed, packing, run_fake
+from amp_fx.weights.pack import CannotPackError, Constants, compile_packed, packing
 from amp_fx.weights.plan import PLAN, CachePlan, plan, why_uncached
 from amp_fx.weights.prepare import run_node
-from amp_fx.weights.read_only import checked_backward, checked_results, is_checking
+from amp_fx.weights.read_only import is_checking
 from amp_fx.weights.store import STORE
 from amp_fx.weights.stored_low import stored_tensors
 from amp_fx.weights.watch import engine, is_available
@@ -376,41 +372,6 @@ def pack_graph(
     planned = constants.plan(gm, passed, uncached)
     planned.log_reasons()
     return constants, planned, is_channels_last
-
-
-def plan_graphs(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], caching: Caching
-) -> list[CachePlan]:
-    """Returns what the graphs of a rewritten graph cache. Computes and compiles nothing.
-
-    Args:
-        gm: The rewritten graph; it is edited.
-        example_inputs: Its inputs, fake.
-        caching: Values to cache.
-    """
-    from amp_fx.backend.compilers import compile_with_inductor
-
-    plans: list[CachePlan] = []
-    options = caching.options
-
-    def plan_graph(graph: fx.GraphModule, given: Sequence[Any], **kwargs: Any) -> Any:
-        aot = AotGraph(graph, given, kwargs, is_counted=False)
-        candidates = caching.in_graph(aot)
-        if aot.stage == "inference" and caching.is_packable and candidates.weights:
-            fakes = {i: given[i] for i in candidates.weights}
-            try:
-                with packing(given):
-                    plans.append(pack_graph(aot.copy(), options, candidates, fakes, run_fake)[1])
-                return make_boxed_func(graph.forward)
-            except CannotPackError:
-                pass
-        if aot.stage != "backward":
-            plans.append(rewrite_graph(aot.copy(), options, caching.in_graph(aot, packs=False)))
-        return make_boxed_func(graph.forward)
-
-    with without_autograd_cache(), caching.partitioning():
-        compile_with_inductor(gm, example_inputs, options, plan_graph)
-    return plans
 
 
 def _lower_split(graph: AotGraph, caching: Caching, compile_graph: Callable[..., Any]) -> Any:

@@ -13,9 +13,10 @@ import torch
 from torch import fx
 
 from amp_fx import csrc
+from amp_fx.backend.compilers import plan_graphs
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.backend.disk_caches import without_autograd_cache
-from amp_fx.backend.lower import find_cached, plan_graphs
+from amp_fx.backend.lower import find_cached
 from amp_fx.csrc import build
 from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.reading import FlopMeter, GraphReader, kind_of

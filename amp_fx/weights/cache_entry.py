@@ -15,8 +15,6 @@ from amp_fx.weights.watch import engine
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping
 
-    from amp_fx.weights.call import CachedCall
-
     Weights = tuple[torch.Tensor, ...]
     Key = tuple[Hashable, ...]
 
@@ -88,7 +86,7 @@ class CacheEntry:
         self.value_bytes = 0
         self.is_cast = self.is_in_foreach_copy = False
         self.allocated = 0
-        self.calls: weakref.WeakSet[CachedCall] = weakref.WeakSet()
+        self.calls: weakref.WeakSet[Any] = weakref.WeakSet()  # of ``call.CachedCall``
         self.weight_refs = tuple(weakref.ref(weight) for weight in weights)
         self.finalizers: list[weakref.finalize[..., torch.Tensor]] = []
 
