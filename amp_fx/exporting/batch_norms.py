@@ -56,7 +56,8 @@ def fold_batch_norms(graph: fx.Graph, tensors: Mapping[str, Tensor]) -> dict[str
 
 
 def _fold(norm: fx.Node, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    convolution, scale, shift, mean, var, is_training, _, eps, *_ = norm.args
+    arguments: tuple[Any, ...] = norm.args
+    convolution, scale, shift, mean, var, is_training, _, eps, *_ = arguments
     if is_training or getattr(convolution, "target", None) not in _CONVOLUTIONS:
         return {}
     assert isinstance(convolution, torch.fx.Node)
@@ -81,4 +82,4 @@ def _fold(norm: fx.Node, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     norm.replace_all_uses_with(convolution)
     norm.graph.erase_node(norm)
     new = {weight: new_weight, shift: new_shift}
-    return {node.name: value.to(tensors[node.name].dtype) for node, value in new.items()}  # type: ignore[union-attr]
+    return {node.name: value.to(tensors[node.name].dtype) for node, value in new.items()}

@@ -163,7 +163,7 @@ def _export_program(
     program: ExportedProgram,
     options: Options,
     device_type: str | None,
-    rewriting: Mapping[str, bool],
+    rewriting: Mapping[str, Any],
 ) -> ExportedProgram:
     devices = graph_devices(program.graph_module)
     region = _region(devices, options, device_type, is_captured_inside=False)
@@ -183,7 +183,7 @@ def _export_module(
     kwargs: Mapping[str, Any] | None,
     options: Options,
     device_type: str | None,
-    rewriting: Mapping[str, bool],
+    rewriting: Mapping[str, Any],
     **export_options: Any,
 ) -> ExportedProgram:
     devices = devices_of(model, args, kwargs)

@@ -348,9 +348,9 @@ def test_folded_batch_norms(dtype: torch.dtype, has_bias: bool, tmp_path: Path) 
     assert ops(file) == {"Cast": 2, "Conv": 2, "Relu": 1}
     with torch.no_grad():
         low = nn.Sequential(
-            nn.utils.fuse_conv_bn_eval(model[0], model[1]),  # type: ignore[type-var]
+            nn.utils.fuse_conv_bn_eval(model[0], model[1]),  # type: ignore[arg-type, type-var]
             nn.ReLU(),
-            nn.utils.fuse_conv_bn_eval(model[3], model[4]),  # type: ignore[type-var]
+            nn.utils.fuse_conv_bn_eval(model[3], model[4]),  # type: ignore[arg-type, type-var]
         ).to(dtype)
         expected = low(x.to(dtype)).float()
     [found] = onnx_nodes.run(file, x)
