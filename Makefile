@@ -53,7 +53,7 @@ gpu:
 	@$(PYTHON) -c 'import torch, pytest_timeout, xdist' || { echo "choose another: make gpu PYTHON=..."; exit 1; }
 	@rm -f gpu-report.md gpu-report.xml
 	@export PYTHONPATH=.:tests/gpu/uninstalled; status=0; \
-	timeout --signal=INT --kill-after=10 520 $(PYTHON) -m pytest tests/gpu -m "" -n $(GPU_WORKERS) \
+	timeout --signal=INT --kill-after=10 520 $(PYTHON) -m pytest tests/gpu -n $(GPU_WORKERS) \
 		--dist worksteal --timeout=150 --tb=short -q -rfE -p no:cacheprovider -o filterwarnings=default \
 		--junitxml=gpu-report.xml $(ARGS) || status=$$?; \
 	$(PYTHON) -m tests.gpu.summary gpu-report.xml > gpu-report.md; cat gpu-report.md; exit $$status
@@ -116,7 +116,7 @@ test-gpu-emulated:
 	@test -x $(OTHER)/bin/python || $(MAKE) torch-env
 	AMP_FX_GPU_TRIAL=emulated TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 \
 		$(OTHER)/bin/python -m pytest -o filterwarnings=default \
-		$(or $(ARGS),$(addprefix tests/gpu/test_,$(addsuffix .py,captures frozen grad_scaler parity_models writes)))
+		$(or $(ARGS),$(addprefix tests/gpu/test_,$(addsuffix .py,captures frozen grad_scaler parity_models parity_ops writes)))
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

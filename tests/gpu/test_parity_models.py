@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from amp_fx.dtypes import dtype_name
-from tests.cuda.cases import cuda_cases
+from tests.gpu.cases import cuda_cases
 from tests.gpu.place import DEVICE, IS_EMULATED, MARKS
 from tests.parity import exceptions, families, oracle
 from tests.parity.oracle import LOW_DTYPES, Subject, Way
@@ -33,6 +33,8 @@ def build(name: str, *, is_exact: bool = False) -> Subject:
         with torch.device(DEVICE):
             subject = CASES[name].build()
     except RuntimeError as error:  # a generator of the CPU's
+        if IS_EMULATED:
+            raise
         pytest.skip(f"cannot be made there: {error}")
     subject.device = DEVICE
     if is_exact:
@@ -51,12 +53,16 @@ def build(name: str, *, is_exact: bool = False) -> Subject:
 def skip_unless_eager_runs(name: str, way: Way, dtype: torch.dtype) -> None:
     try:
         oracle.run_eager(build(name), build(name), way, dtype)
-    except Exception as error:  # noqa: BLE001, whatever eager cannot do is not asked for
+    except Exception as error:  # whatever eager cannot do is not tested
+        if IS_EMULATED and (torch.is_grad_enabled() or "does not require grad" not in str(error)):
+            raise
         pytest.skip(f"eager autocast cannot run it there: {error}")
 
 
-def combinations() -> list[object]:
-    table = exceptions.MODELS if IS_EMULATED or DEVICE != "cuda" else exceptions.GPU_MODELS
+EXCEPTIONS = exceptions.MODELS if IS_EMULATED or DEVICE != "cuda" else exceptions.GPU_MODELS
+
+
+def combinations(table: dict[str, str] = EXCEPTIONS) -> list[object]:
     return [
         exceptions.param(table, name, way, dtype, id=f"{name}-{way.value}-{dtype_name(dtype)}")
         for name, case in CASES.items()
@@ -64,11 +70,22 @@ def combinations() -> list[object]:
     ]
 
 
-@pytest.mark.parametrize(("name", "way", "dtype"), combinations())
-def test_bits_of_eager_autocast(name: str, way: Way, dtype: torch.dtype) -> None:
+def check_bits(name: str, way: Way, dtype: torch.dtype) -> None:
     skip_unless_eager_runs(name, way, dtype)
     found = oracle.check(lambda: build(name), way, dtype, **CASES[name].compile_options)
     assert found is None, found
+
+
+@pytest.mark.parametrize(("name", "way", "dtype"), combinations())
+def test_bits_of_eager_autocast(name: str, way: Way, dtype: torch.dtype) -> None:
+    check_bits(name, way, dtype)
+
+
+@pytest.mark.skipif(not IS_EMULATED, reason="runs on the emulated device alone, to save time")
+@pytest.mark.parametrize(("name", "way", "dtype"), combinations({}))
+def test_bits_without_gradients(name: str, way: Way, dtype: torch.dtype) -> None:
+    with torch.no_grad():
+        check_bits(name, way, dtype)
 
 
 @pytest.mark.parametrize("way", Way, ids=lambda way: way.value)
