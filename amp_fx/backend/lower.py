@@ -29,6 +29,7 @@ from amp_fx.stats import record
 from amp_fx.torch_private.aot_autograd import keep_saved, min_cut_rematerialization_partition
 from amp_fx.torch_private.fake_tensors import FakeTensor, unset_fake_temporarily
 from amp_fx.torch_private.inductor_passes import CustomPartitionerFn
+from amp_fx.torch_private.modes import no_dispatch_modes
 from amp_fx.torch_private.tracing import TracingContext
 from amp_fx.weights.aliases import computed_outputs, saved_inputs, written_inputs
 from amp_fx.weights.cache_entry import computing_values
@@ -322,7 +323,10 @@ def rewrite_graph(
         is_strict=is_strict(options),
         packing=packing,
     )
-    reports = run_passes(gm, with_added(passes, (), options.disable_passes, is_aot=True))
+    # A backward is compiled when it first runs, possibly under a mode of the user's program, which
+    # must not see the fake tensors of the graph.
+    with no_dispatch_modes():
+        reports = run_passes(gm, with_added(passes, (), options.disable_passes, is_aot=True))
     for report in reports if graph.is_counted else ():
         record(report.counts)
     planned: CachePlan = gm.meta.pop(PLAN, CachePlan())  # keys of caches contain ``gm.meta``

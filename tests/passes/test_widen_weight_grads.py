@@ -10,10 +10,13 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from amp_fx import preset
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
+from amp_fx.backend.lower import AotGraph, rewrite_graph
 from amp_fx.backend.pipeline import aot_passes
 from amp_fx.options import Options
 from amp_fx.passes import widen_weight_grads
@@ -212,3 +215,21 @@ def test_it_is_on_where_it_is_asked_for_and_in_lean() -> None:
     assert has_it(policy="lean")
     assert has_it(policy=preset("lean").with_ops({"softmax": "fp32"}))
     assert not has_it(policy="lean", weight_grads="autocast")
+
+
+@pytest.mark.usefixtures("emulated")
+def test_modes_around_the_first_backward_do_not_see_the_graph() -> None:
+    """A backward is compiled when it runs, here under fake tensors of another mode."""
+
+    def backward(rows: torch.Tensor, tangents: torch.Tensor) -> tuple[torch.Tensor]:
+        product = torch.ops.aten.mm.default(rows, tangents)
+        return (torch.ops.prims.convert_element_type.default(product, torch.float32),)
+
+    low = torch.randn(4, 4).bfloat16()
+    gm = make_fx(backward, tracing_mode="fake")(low, low)
+    *_, tangents = gm.graph.find_nodes(op="placeholder")
+    tangents._rename("tangents_1")
+    graph = AotGraph(gm, [], {"is_backward": True}, is_counted=False)
+    with FakeTensorMode():
+        rewrite_graph(graph, Options.parse({"weight_grads": "float32"}), None)
+    assert MM_DTYPE in [node.target for node in gm.graph.nodes]
