@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def failures_of(module: str) -> dict[str, str]:
-    """The traceback of each program of a module; empty for one that ran to its end.
+    """Returns the traceback of each program of a module; empty for one that ran to its end.
 
     A program that ended its process has none.
     """

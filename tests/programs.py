@@ -55,12 +55,12 @@ class Captured:
         return outputs[0] if len(outputs) == 1 else outputs
 
     def node(self, name: str) -> fx.Node:
-        """The node that has a name in the text."""
+        """Returns the node that has a name in the text."""
         [found] = [node for node, other in node_names(self.gm.graph).items() if other == name]
         return found
 
     def text(self) -> str:
-        """The graph as text."""
+        """Returns the graph as text."""
         return graph_text(self.gm)
 
 
@@ -82,14 +82,14 @@ def capture_program(program: Program, *args: torch.Tensor) -> Captured:
 
 
 def symbolic(*sizes: int) -> torch.Tensor:
-    """A fake tensor, all of whose sizes are symbolic."""
+    """Returns a fake tensor, all of whose sizes are symbolic."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     dynamic: Any = StatelessSymbolicContext([DimDynamic.DYNAMIC] * len(sizes))
     return mode.from_tensor(torch.ones(sizes), symbolic_context=dynamic)
 
 
 def graph_text(gm: fx.GraphModule) -> str:
-    """A graph as text: ``relu: bf16 = aten.relu.default(x)``, a line for each node.
+    """Returns a graph as text: ``relu: bf16 = aten.relu.default(x)``, a line for each node.
 
     Methods begin with a dot. The dtype is that of ``meta["val"]`` or, before a pass has
     set one, that which was captured. Nodes are named after what they call, so that the
@@ -187,7 +187,7 @@ def matrices(
 
 
 def compiled(program: Program, *, compiler: str = "eager", **options: Any) -> Program:
-    """The program compiled by amp_fx; options are those of the backend."""
+    """Returns the program compiled by amp_fx; options are those of the backend."""
     options["compiler"] = compiler
     result: Program = torch.compile(program, backend="amp_fx", options=options)
     return result
@@ -201,7 +201,7 @@ def site(
     cache_enabled: bool = True,
     is_grad_enabled: bool = True,
 ) -> AutocastSite:
-    """A place inside one autocast region."""
+    """Returns a place inside one autocast region."""
     state = AutocastState.ambient().turned(
         device_type, enabled=enabled, dtype=dtype, cache_enabled=cache_enabled
     )

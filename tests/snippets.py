@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def fenced(path: Path, language: str) -> list[str]:
-    """The blocks of a language on a page."""
+    """Returns the blocks of a language on a page."""
     text = path.read_text(encoding="utf-8")
     return re.findall(rf"(?ms)^```{language}\n(.*?)^```", text)
 

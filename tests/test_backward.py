@@ -67,7 +67,7 @@ def calling(function: Any) -> Program:
 
 
 def in_full(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """A product in float32, whose gradients are products in float32."""
+    """Returns a product in float32, whose gradients are products in float32."""
     low = a @ b
     with torch.autocast("cpu", enabled=False):
         return low.float() @ b

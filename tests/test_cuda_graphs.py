@@ -26,7 +26,7 @@ ON = {"triton.cudagraphs": True}
 
 
 def graph_of(*places: tuple[str, bool]) -> fx.GraphModule:
-    """A graph with an input for each device; what is read is returned, too."""
+    """Returns a graph with an input for each device; what is read is returned, too."""
     graph, outputs = fx.Graph(), []
     with FakeTensorMode():
         for i, (device, is_read) in enumerate(places):

@@ -242,7 +242,7 @@ def test_troubleshooting_names_each_class_of_error() -> None:
 
 
 def saying(call: Callable[[], Any]) -> str:
-    """The message of what a call raises; some errors of the scaler are torch's."""
+    """Returns the message of what a call raises; some errors of the scaler are torch's."""
     with pytest.raises((errors.AmpFxError, AssertionError, RuntimeError)) as raised:
         call()
     return str(raised.value)

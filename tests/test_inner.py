@@ -100,7 +100,7 @@ def test_errors_while_compiling_come_out() -> None:
 
 
 def make_and_train(compiler: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    """The result of a network under autocast, and its gradients."""
+    """Returns the result of a network under autocast, and its gradients."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 4))
     run = model if compiler is None else compiled(model, compiler=compiler)
@@ -110,14 +110,14 @@ def make_and_train(compiler: Any, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def plain_backend(gm: Any, example_inputs: Any) -> Any:
-    """A backend of Dynamo that calls the graph as it is."""
+    """Returns a backend of Dynamo that calls the graph as it is."""
     assert example_inputs
     assert "_to_copy" in gm.code
     return gm.forward
 
 
 def aot_backend(gm: Any, example_inputs: Any) -> Any:
-    """A backend of Dynamo that lets AOTAutograd differentiate the graph."""
+    """Returns a backend of Dynamo that lets AOTAutograd differentiate the graph."""
     assert not torch.is_autocast_enabled("cpu")
     return aot_autograd(fw_compiler=make_boxed_func_of, bw_compiler=make_boxed_func_of)(
         gm, example_inputs

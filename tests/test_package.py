@@ -38,7 +38,7 @@ assert torch._dynamo.lookup_backend("amp_fx") is entry.load()
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from a copy, so that no stale build folder of the tree can feed it."""
+    """Returns a wheel built from a copy, so that no stale build folder of the tree can feed it."""
     source = tmp_path_factory.mktemp("source")
     for name in SOURCES:
         if (ROOT / name).is_dir():

@@ -41,7 +41,7 @@ def without(key: str) -> Any:
 
 
 def casting(op: Any, cast: Callable[[torch.Tensor], torch.Tensor], **settings: Any) -> Any:
-    """An autocast kernel that casts tensors by a function, and changes arguments."""
+    """Returns an autocast kernel that casts tensors by a function, and changes arguments."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with without(AUTOCAST):
@@ -72,7 +72,7 @@ def is_eligible(tensor: torch.Tensor) -> bool:
 
 
 def on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """An op on the CPU's copies of its tensors."""
+    """Returns an op on the CPU's copies of its tensors."""
     tree_map = torch.utils._pytree.tree_map_only
     args, kwargs = tree_map(torch.Tensor, lambda tensor: tensor.cpu(), (args, kwargs))
     return tree_map(torch.Tensor, lambda tensor: tensor.to(DEVICE), op(*args, **kwargs))

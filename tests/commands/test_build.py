@@ -21,7 +21,7 @@ needs_compiler = pytest.mark.skipif(not has_cpp_compiler(), reason="needs a C++ 
 
 @pytest.fixture(autouse=True)
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A small module in place of the compiled part, and where it is kept."""
+    """Returns a small module in place of the compiled part, and where it is kept."""
     monkeypatch.setattr(csrc, "SOURCE", write_part(tmp_path, "amp_fx_watch"))
     monkeypatch.setattr(csrc._state, "started", {})
     monkeypatch.delenv(csrc.SWITCH, raising=False)

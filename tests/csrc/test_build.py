@@ -37,13 +37,13 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def source(folder: Path, tmp_path: Path) -> Path:  # noqa: ARG001
-    """The source of a small module."""
+    """Returns the source of a small module."""
     return write_part(tmp_path, NAME)
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The calls of the compiler."""
+    """Returns the calls of the compiler."""
     calls: list[Any] = []
     compile_it = build._Job._build
 

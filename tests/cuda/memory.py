@@ -51,7 +51,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_cuda(tensor: torch.Tensor) -> torch.Tensor:
-    """A CUDA tensor over the bytes of a CPU tensor."""
+    """Returns a CUDA tensor over the bytes of a CPU tensor."""
     shown: torch.Tensor = library().on_cuda(tensor.detach())
     return shown
 
@@ -67,7 +67,7 @@ class Random:
         self.state = torch.Generator().manual_seed(seed).get_state()
 
     def get(self, *_: Any) -> torch.Tensor:
-        """The state, as ``torch.cuda.get_rng_state`` gives it."""
+        """Returns the state, as ``torch.cuda.get_rng_state`` gives it."""
         return self.state.clone()
 
     def set(self, state: torch.Tensor, *_: Any) -> None:
@@ -286,7 +286,7 @@ class _Call:
                 leaf.set_(on_cuda(host))  # type: ignore[call-overload]
 
     def on_device(self, found: Any, wanted: list[Any] | None) -> Any:
-        """The results, on the device and as it makes them."""
+        """Returns the results, on the device and as it makes them."""
         leaves, spec = tree_flatten(found)
         if wanted is None or len(wanted) != len(leaves):
             wanted = [None] * len(leaves)
@@ -352,7 +352,7 @@ _kept: list[Any] = []
 
 
 def op_of(name: str) -> Any:
-    """The op of a registration, as ``aten::add.out``."""
+    """Returns the op of a registration, as ``aten::add.out``."""
     plain, _, overload = name.removeprefix("aten::").partition(".")
     return getattr(getattr(torch.ops.aten, plain), overload or "default")
 

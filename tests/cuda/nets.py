@@ -120,7 +120,7 @@ def is_same(left: Tensor, right: Tensor) -> bool:
 
 
 def distance(left: Tensor, right: Tensor) -> float:
-    """The largest difference, relative to the largest number on the right."""
+    """Returns the largest difference, relative to the largest number on the right."""
     largest = right.double().abs().max().clamp_min(1e-30)
     return float((left.double() - right.double()).abs().max() / largest)
 

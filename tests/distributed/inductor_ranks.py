@@ -37,7 +37,7 @@ COMPILERS = {
 
 
 def inductor(rank: int) -> Any:
-    """All losses, by wrapper and by what compiles."""
+    """Returns all losses, by wrapper and by what compiles."""
     found: dict[str, dict[str, list[float]]] = {}
     for name, wrap in WRAPPERS.items():
         found[name] = {}

@@ -86,7 +86,7 @@ def train(
     without_sync: Callable[[Any], Any] | None = None,
     after_update: Callable[[], Any] | None = None,
 ) -> list[float]:
-    """All losses of a few updates, each of several micro-batches."""
+    """Returns all losses of a few updates, each of several micro-batches."""
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for update in range(NUM_UPDATES):

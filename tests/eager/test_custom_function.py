@@ -19,7 +19,7 @@ bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 def make_function(
     decorators: Any, cast_inputs: torch.dtype | None
 ) -> type[torch.autograd.Function]:
-    """A product whose backward is not the forward's derivative: twice the gradient."""
+    """Returns a product whose backward is not the forward's derivative: twice the gradient."""
 
     class Product(torch.autograd.Function):
         @staticmethod
@@ -103,7 +103,7 @@ def test_backward_runs_with_the_state_of_forward(args: tuple[torch.Tensor, ...])
 def make_function_with_setup_context(
     cast_inputs: torch.dtype | None, seen: list[Any] | None = None
 ) -> type[torch.autograd.Function]:
-    """The function of ``make_function``, whose ``ctx`` is set up outside of ``forward``."""
+    """Returns the function of ``make_function``, whose ``ctx`` is set up outside of ``forward``."""
 
     class Product(torch.autograd.Function):
         generate_vmap_rule = True

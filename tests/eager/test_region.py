@@ -23,7 +23,7 @@ bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
 
 
 def with_ops(device_type: str = "cpu", **ops: CastPolicy | None) -> Policy:
-    """The default policy with other treatment of ATen ops; None takes an op out."""
+    """Returns the default policy with other treatment of ATen ops; None takes an op out."""
     table = dict(preset("torch").tables[device_type])
     for name, rule in ops.items():
         qualified = f"aten::{name.replace('__', '.')}"

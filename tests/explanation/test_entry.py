@@ -269,7 +269,7 @@ def test_compiled_models_are_neither_recompiled_nor_made_dynamic() -> None:
 
 
 def on_cuda(model: nn.Sequential) -> nn.Sequential:
-    """A module with fake CUDA weights; a CPU build can neither move nor initialise such."""
+    """Returns a module with fake CUDA weights; a CPU build can neither move nor initialise such."""
     for module in model.modules():
         for name, weight in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(torch.empty(weight.shape, device="cuda"), False))

@@ -69,7 +69,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
 
 
 def run(model: nn.Module, args: Sequence[Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The output and the gradients, in float32, of eager autocast."""
+    """Returns the output and the gradients, in float32, of eager autocast."""
     with torch.autocast("cpu", torch.bfloat16):
         out: torch.Tensor = model(*args)
     out.float().square().sum().backward()  # type: ignore[no-untyped-call]
@@ -78,7 +78,7 @@ def run(model: nn.Module, args: Sequence[Any]) -> tuple[torch.Tensor, dict[str, 
 
 
 def store(model: nn.Module, low: dict[str, torch.dtype]) -> nn.Module:
-    """A copy of a model with some of its weights stored low."""
+    """Returns a copy of a model with some of its weights stored low."""
     model = copy.deepcopy(model)
     for name, dtype in low.items():
         tensor = dict([*model.named_parameters(), *model.named_buffers()])[name]

@@ -43,7 +43,7 @@ def test_several_graphs_are_kept_apart() -> None:
 
 
 def network(*edges: tuple[str, str], low: str = "") -> nx.DiGraph:
-    """A graph whose nodes are letters: ops in bfloat16 and ops in float32."""
+    """Returns a graph whose nodes are letters: ops in bfloat16 and ops in float32."""
     graph = nx.DiGraph(edges)
     for name, data in graph.nodes(data=True):
         data |= {"kind": "op", "dtype": "bfloat16" if name in low else "float32"}

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 def exported(model: nn.Module, *args: Tensor) -> fx.GraphModule:
-    """The graph that ``torch.export`` makes of a model, as a copy that passes may edit."""
+    """Returns the graph that ``torch.export`` makes of a model, as a copy that passes may edit."""
     with torch.no_grad():
         return graph_to_rewrite(torch.export.export(model, args))
 
 
 def with_casts(gm: fx.GraphModule) -> fx.GraphModule:
-    """An exported graph in a region of bfloat16, with its casts shared."""
+    """Returns an exported graph in a region of bfloat16, with its casts shared."""
     names = tuple(node.name for node in gm.graph.find_nodes(op="placeholder"))
     passes: list[Any] = [
         InlineRegions(),

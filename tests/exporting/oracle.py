@@ -67,7 +67,7 @@ class Exported:
 
 
 def saved_and_loaded(program: ExportedProgram) -> ExportedProgram:
-    """A program that has been in a file."""
+    """Returns a program that has been in a file."""
     file = io.BytesIO()
     torch.export.save(program, file)
     return torch.export.load(io.BytesIO(file.getvalue()))

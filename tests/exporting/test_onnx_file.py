@@ -47,7 +47,7 @@ def _seed() -> Any:
 
 
 def written(program: ExportedProgram, folder: Path, target: str = "tensorrt") -> Any:
-    """The file of a program, which is valid: one float type per type variable."""
+    """Returns the file of a program, which is valid: one float type per type variable."""
     path = amp_fx.to_onnx(program, folder / "model.onnx", target=target)
     model = onnx.load(path)
     onnx.checker.check_model(model, full_check=True)

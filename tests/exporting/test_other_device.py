@@ -68,7 +68,7 @@ OPS: dict[str, Callable[[Tensor], Any]] = {
 
 
 def fake_autocast(op: Callable[..., Any], dtype: torch.dtype) -> Any:
-    """The result of an op under ``torch.autocast("cuda")``, as a fake tensor."""
+    """Returns the result of an op under ``torch.autocast("cuda")``, as a fake tensor."""
     add_guards()
     with with_cuda_regions(), FakeTensorMode(), torch.no_grad():
         x = torch.empty(8, 8, device="cuda:0")

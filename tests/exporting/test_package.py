@@ -45,7 +45,7 @@ def example(rows: int) -> Tensor:
 
 @pytest.fixture(scope="module")
 def packaged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Tensor]:
-    """A package, a saved program, and what five rows of ``example`` give in eager code."""
+    """Returns a package, a saved program, and what five rows of ``example`` give in eager code."""
     folder = tmp_path_factory.mktemp("package")
     model = Model().eval()
     shapes = {"x": {0: torch.export.Dim("rows", min=2, max=64)}}

@@ -104,7 +104,7 @@ class ViT(nn.Module):
 
     @classmethod
     def batches(cls, generator: torch.Generator) -> Callable[[], Batch]:
-        """One picture for each class, under noise."""
+        """Returns one picture for each class, under noise."""
         pictures = torch.randn(cls.num_classes, 3, cls.size, cls.size, generator=_task())
 
         def draw() -> Batch:
@@ -116,7 +116,7 @@ class ViT(nn.Module):
 
 
 def train(kind: Any, policy: str, seed: int, num_steps: int) -> float:
-    """The mean loss of the last steps.
+    """Returns the mean loss of the last steps.
 
     Args:
         kind: The class of the model.

@@ -18,13 +18,13 @@ RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise-gw-hp": "r
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """The linear layers between the first and the last."""
+    """Returns the linear layers between the first and the last."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return names[1:-1]
 
 
 def converted(model: nn.Module, recipe: str, *, whole: bool = False) -> nn.Module:
-    """A copy of a model whose linear layers run in float8, but for the first and the last.
+    """Returns a copy of a model whose linear layers run in float8, but for the first and the last.
 
     Args:
         model: A model with linear layers.

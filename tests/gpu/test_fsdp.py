@@ -54,7 +54,7 @@ def own_policy(model: nn.Module) -> Any:
 
 
 def train(*, is_compiled: bool, gathers_low: bool = False) -> list[torch.Tensor]:
-    """The losses, and the gradients of the last update."""
+    """Returns the losses, and the gradients of the last update."""
     torch._dynamo.reset()
     model = make_net(WIDTH).to(DEVICE)
     options: dict[str, Any] = {"mp_policy": own_policy(model)} if gathers_low else {}

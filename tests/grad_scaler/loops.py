@@ -51,7 +51,7 @@ def nan_in_uninitialized_memory() -> Iterator[None]:
 
 
 def snapshot(scaler: Any, params: list[Tensor], optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Every number that a step or an update may change."""
+    """Returns every number that a step or an update may change."""
     tensors = [param.detach().clone() for param in params]
     tensors += [param.grad.clone() for param in params if param.grad is not None]
     for param in params:

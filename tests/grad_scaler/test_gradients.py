@@ -24,7 +24,7 @@ def make_scaler(scale: float = 8.0, **settings: Any) -> amp_fx.GradScaler:
 
 
 def sgd(*grads: Tensor | None) -> torch.optim.Optimizer:
-    """An optimizer whose parameters have these gradients."""
+    """Returns an optimizer whose parameters have these gradients."""
     params = []
     for grad in grads:
         shape, dtype = (grad.shape, grad.dtype) if grad is not None else ((2,), torch.float32)

@@ -100,7 +100,7 @@ class Run:
         self.optimizer = OPTIMIZERS[optimizer](self.params)
 
     def iterate(self, *overflows: bool) -> float:
-        """The scale afterwards."""
+        """Returns the scale afterwards."""
         for overflowed in overflows:
             set_scaled_grads(self.scaler, self.params, math.inf if overflowed else None)
             self.scaler.step(self.optimizer)

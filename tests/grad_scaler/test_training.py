@@ -20,7 +20,7 @@ def text() -> Tensor:
 
 
 def train(scaler: amp_fx.GradScaler, loss_weight: float, *, is_float16: bool = True) -> float:
-    """The mean loss of the last 30 steps.
+    """Returns the mean loss of the last 30 steps.
 
     The loss is weighted as where a sum over many micro-batches or tokens is averaged: small
     gradients, which float32 does not mind.

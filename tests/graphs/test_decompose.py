@@ -22,7 +22,7 @@ linear = torch.nn.functional.linear
 
 
 def node_of(target: Callable[..., object], *values: object, **kwargs: object) -> fx.Node:
-    """A node that calls a function on real tensors and constants."""
+    """Returns a node that calls a function on real tensors and constants."""
     graph = fx.Graph()
     args = []
     for i, value in enumerate(values):

@@ -34,7 +34,7 @@ def _captures_recurrent_networks() -> Iterator[None]:
 def trained(
     net: nn.Module, x: torch.Tensor, dtype: torch.dtype, *, is_bare: bool = False, **how: Any
 ) -> list[torch.Tensor]:
-    """The output and the gradients of one training step of a compiled net."""
+    """Returns the output and the gradients of one training step of a compiled net."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = net(x)[0]

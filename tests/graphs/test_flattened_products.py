@@ -77,5 +77,5 @@ def test_kernels_and_bits_of_eager_autocast(program: str, compiler: str) -> None
 
 
 def products(recorder: OpRecorder) -> list[str]:
-    """The products with the dtypes of their inputs, in order."""
+    """Returns the products with the dtypes of their inputs, in order."""
     return [op for op in recorder.ops if op.startswith(PRODUCTS)]

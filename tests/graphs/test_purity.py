@@ -69,7 +69,7 @@ def node_of(target: Any, *args: Any, op: str = "call_function", value: Any = Non
 
 
 def name_of(value: Any) -> str:
-    """The name of a case, without the address that Python prints for functions."""
+    """Returns the name of a case, without the address that Python prints for functions."""
     return str(value) if isinstance(value, str) else getattr(value, "__name__", str(value))
 
 

@@ -97,7 +97,7 @@ def test_tensors_in_nested_arguments_in_order() -> None:
 
 
 def node_of(target: object, *args: object, value: torch.Tensor, **kwargs: object) -> fx.Node:
-    """A call of a function on one tensor and constants."""
+    """Returns a call of a function on one tensor and constants."""
     graph = fx.Graph()
     x = graph.placeholder("x")
     set_value(x, value)

@@ -20,7 +20,7 @@ class MLP(nn.Module):
         self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The output for a batch of rows."""
+        """Returns the output for a batch of rows."""
         out: torch.Tensor = self.down(functional.gelu(self.up(x)))
         return out
 
@@ -34,7 +34,7 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The output for rows of tokens."""
+        """Returns the output for rows of tokens."""
         batch, tokens, width = x.shape
         q, k, v = (
             part.view(batch, tokens, self.heads, -1).transpose(1, 2)
@@ -56,7 +56,7 @@ class Block(nn.Module):
         self.approximate = "tanh" if is_causal else "none"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The residual stream behind the block."""
+        """Returns the residual stream after the block."""
         x = x + self.attention(self.norm1(x))
         out: torch.Tensor = x + self.down(
             functional.gelu(self.up(self.norm2(x)), approximate=self.approximate)
@@ -72,7 +72,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The normalized input, in its dtype."""
+        """Returns the normalized input, in its dtype."""
         wide = x.to(torch.float32)
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
         return self.weight * wide.to(x.dtype)
@@ -86,7 +86,7 @@ class T5Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The normalized input; low if the weight is."""
+        """Returns the normalized input; low if the weight is."""
         variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
         x = x * torch.rsqrt(variance + 1e-6)
         if self.weight.dtype in (torch.float16, torch.bfloat16):
@@ -117,7 +117,7 @@ class GatedBlock(nn.Module):
     def after_attention(
         self, x: torch.Tensor, mixed: torch.Tensor, act: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """The residual stream behind the block."""
+        """Returns the residual stream after the block."""
         x = x + self.out(mixed.transpose(1, 2).reshape(x.shape))
         normed = self.norm2(x)
         out: torch.Tensor = x + self.down(act(self.gate(normed)) * self.up(normed))
@@ -135,7 +135,7 @@ class LlamaBlock(GatedBlock):
         self.register_buffer("inverse", 1 / (10000 ** (steps / (width // heads))))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The residual stream behind the block."""
+        """Returns the residual stream after the block."""
         q, k, v = self.heads_of(x)
         with torch.autocast(x.device.type, enabled=False):
             positions = torch.arange(x.shape[1], device=x.device).float()
@@ -160,7 +160,7 @@ class T5Block(GatedBlock):
         self.bias = nn.Parameter(torch.zeros(1, heads, tokens, tokens))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The residual stream behind the block."""
+        """Returns the residual stream after the block."""
         q, k, v = self.heads_of(x)
         scores = torch.matmul(q, k.transpose(3, 2)) + self.bias
         weights = functional.softmax(scores.float(), -1).type_as(scores)
@@ -182,7 +182,7 @@ class Residual(nn.Module):
         self.norm1, self.norm2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The images behind the block."""
+        """Returns the images after the block."""
         inner = functional.relu(self.norm1(self.conv1(x)))
         return functional.relu(x + self.norm2(self.conv2(inner)))
 
@@ -196,7 +196,7 @@ class UNetBlock(nn.Module):
         self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The images behind the block."""
+        """Returns the images after the block."""
         inner = self.conv1(functional.silu(self.norm1(x)))
         out: torch.Tensor = x + self.conv2(functional.silu(self.norm2(inner)))
         return out
@@ -210,7 +210,7 @@ class Head(nn.Module):
         self.words = nn.Linear(width, words, bias=False)
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The mean cross entropy."""
+        """Returns the mean cross entropy."""
         logits = self.words(x)
         return functional.cross_entropy(logits.flatten(0, -2), target.flatten())
 
@@ -232,7 +232,7 @@ class Gathered(nn.Module):
         self.down = nn.Parameter(torch.empty(width // num_ranks, 4 * width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The residual stream behind the block."""
+        """Returns the residual stream after the block."""
         inner = functional.gelu(functional.linear(self.norm(x), _gathered(self.up)))
         return x + functional.linear(inner, _gathered(self.down))
 
@@ -252,7 +252,7 @@ class SequenceParallel(nn.Module):
         self.down = nn.Linear(4 * width // num_ranks, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The residual stream of this rank behind the block."""
+        """Returns the residual stream of this rank after the block."""
         from torch.distributed import _functional_collectives, group
 
         assert group.WORLD is not None
@@ -263,7 +263,7 @@ class SequenceParallel(nn.Module):
 
 
 def _gathered(part: torch.Tensor) -> torch.Tensor:
-    """The parts of all ranks, along the first dimension."""
+    """Returns the parts of all ranks, along the first dimension."""
     from torch.distributed import _functional_collectives, group
 
     assert group.WORLD is not None

@@ -27,7 +27,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.zeros(count, inner, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The residual stream behind the layer."""
+        """Returns the residual stream after the layer."""
         rows = self.norm(x).flatten(0, -2)
         shares = functional.softmax(self.router(rows), -1, dtype=torch.float)
         share, chosen = torch.topk(shares, 2, -1)
@@ -83,7 +83,7 @@ class StateSpace(nn.Module):
         self.log_decay, self.step, self.skip = (nn.Parameter(torch.zeros(heads)) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The residual stream behind the layer."""
+        """Returns the residual stream after the layer."""
         batch, tokens, _ = x.shape
         widths = [self.inner, self.inner + 2 * self.states, self.heads]
         gate, mixed, step = torch.split(self.into(self.norm(x)), widths, -1)
@@ -137,7 +137,7 @@ class Speech(nn.Module):
         self.tokens = nn.Parameter(torch.zeros(tokens, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The decoder's residual stream."""
+        """Returns the decoder's residual stream."""
         x = functional.gelu(self.conv2(functional.gelu(self.conv1(x)))).transpose(1, 2)
         x = self.encoder(x)
         y = self.tokens.expand(x.shape[0], *self.tokens.shape) + 0 * x[:, :1]
@@ -172,7 +172,7 @@ class Recommender(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, categories: torch.Tensor) -> torch.Tensor:
-        """A logit for each row: of 13 numbers, the first of 26, and 26 categories."""
+        """Returns a logit for each row: of 13 numbers, the first of 26, and 26 categories."""
         dense = self.below(x[:, :13, 0])
         looked_up = [table(categories[:, i]) for i, table in enumerate(self.tables)]
         found = torch.stack([dense, *looked_up], 1)
@@ -191,7 +191,7 @@ class Standardized(nn.Module):
         self.mix = nn.Conv2d(channels, channels, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The images behind the layer."""
+        """Returns the images after the layer."""
         variance, mean = torch.var_mean(self.weight, (1, 2, 3), keepdim=True)
         weight = (self.weight - mean) * torch.rsqrt(variance + 1e-5) * self.gain
         inner = functional.silu(functional.conv2d(x, weight, padding=1))

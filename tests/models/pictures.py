@@ -65,7 +65,7 @@ class ResNet(nn.Module):
         self.head = nn.Linear(width, len(SHAPES))
 
     def forward(self, pictures: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
-        """The mean cross entropy, in nats, of ``(batch, 3, size, size)`` pictures."""
+        """Returns the mean cross entropy, in nats, of ``(batch, 3, size, size)`` pictures."""
         features = self.blocks(self.start(pictures)).mean((2, 3))
         return nn.functional.cross_entropy(self.head(features), kinds)
 
@@ -101,7 +101,7 @@ class UNet(nn.Module):
         self.end = nn.Conv2d(width, 3, 3, padding=1)
 
     def forward(self, pictures: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """The mean square of what is missed of ``(batch, 3, size, size)`` noise."""
+        """Returns the mean square of what is missed of ``(batch, 3, size, size)`` noise."""
         before, low, after = self.blocks
         x = before(self.start(pictures + noise))
         up = nn.functional.interpolate(low(self.down(x)), scale_factor=2)

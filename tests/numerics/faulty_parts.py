@@ -389,7 +389,7 @@ def gradient_clipping_inside(x: Tensor) -> Tensor:
 
 
 def _at(given: FaultyPart | None, place: str) -> Callable[..., Tensor] | None:
-    """The computation by hand for a place, if there is one."""
+    """Returns the computation by hand for a place, if there is one."""
     if given is None or given.place not in (
         place.strip("."),
         f"blocks.*.{place.rpartition('.')[2]}",

@@ -31,7 +31,7 @@ def segments(members: Sequence[T], does: Callable[[list[T]], bool]) -> list[T]:
 
 
 def bisection(members: Sequence[T], does: Callable[[list[T]], bool]) -> list[T]:
-    """The shortest beginning of the program that does in float32."""
+    """Returns the shortest beginning of the program that does in float32."""
     low, high = 0, len(members)
     while low < high:
         middle = (low + high) // 2

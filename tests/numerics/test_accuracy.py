@@ -52,7 +52,7 @@ PARITY = (
 
 
 def subject_step(name: str) -> tuple[Callable[[], Tensor], list[Tensor]]:
-    """A model of the parity tests with a loss, and the leaves that it has."""
+    """Returns a model of the parity tests with a loss, and the leaves that it has."""
     torch.manual_seed(1)
     subject = CASES[name].build()
 

@@ -241,7 +241,7 @@ class Stack(nn.Module):
 
 
 def error_under(policy: Any, model: nn.Module, x: Tensor) -> float:
-    """The largest relative error of the loss and of all gradients, of compiled runs."""
+    """Returns the largest relative error of the loss and of all gradients, of compiled runs."""
     low = under(policy, model)(x)
     exact = model(x)
     pairs = [torch.cat([g.flatten() for g in gradients(model, y)]) for y in (low, exact)]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def compared(step: Callable[..., Tensor], *args: Any) -> AccuracyReport:
-    """The report, whose loss in float32 is the program's own."""
+    """Returns the report, whose loss in float32 is the program's own."""
     report = amp_fx.accuracy(step)(*args)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # flex_attention says that it is not compiled

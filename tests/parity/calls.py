@@ -68,7 +68,7 @@ OPS = {op.formatted_name: op for op in common_methods_invocations.op_db}
 
 
 def program_of(calls: Sequence[Call]) -> tuple[Callable[[Given], list[Any]], Given]:
-    """One program that makes all the calls, and what it takes: their (args, kwargs)."""
+    """Returns one program that runs all the calls, and its arguments: their (args, kwargs)."""
     functions = tuple(call.function for call in calls)
 
     def program(given: Given) -> list[Any]:
@@ -97,7 +97,7 @@ def assert_alike(calls: Sequence[Call], check: Callable[[Sequence[Call]], str | 
 
 
 def with_dtypes(tree: Any, dtypes: Iterator[torch.dtype]) -> Any:
-    """The tree with its float32 tensors brought to the dtypes, in order."""
+    """Returns the tree with its float32 tensors brought to the dtypes, in order."""
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype is not torch.float32:
@@ -110,7 +110,7 @@ def with_dtypes(tree: Any, dtypes: Iterator[torch.dtype]) -> Any:
 
 @functools.lru_cache(maxsize=4)
 def samples_of(name: str) -> tuple[Any, ...]:
-    """The samples of an op, for all combinations it is tested in; not to be written to."""
+    """Returns the samples of an op, for all combinations it is tested in; not to be written to."""
     op: Any = OPS[name]
     torch.manual_seed(SEED)
     try:

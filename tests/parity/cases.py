@@ -39,7 +39,7 @@ def case(
 
 
 def leaf(*shape: int) -> Tensor:
-    """A random input that requires grad."""
+    """Returns a random input that requires grad."""
     return torch.randn(*shape, requires_grad=True)
 
 

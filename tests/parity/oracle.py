@@ -57,7 +57,7 @@ class Result:
 def compile_amp_fx(
     program: Program, way: Way, dtype: torch.dtype, *, compiler: str = "eager", **kwargs: Any
 ) -> Program:
-    """The program compiled by amp_fx; the ambient way takes its dtype from the region."""
+    """Returns the program compiled by amp_fx; the ambient way takes its dtype from the region."""
     options: dict[str, Any] = {"compiler": compiler}
     if way is Way.BARE:
         options["dtype"] = dtype
@@ -135,7 +135,7 @@ def cast_like(out: object, reference: object) -> object:
 
 
 def fresh(tree: Any) -> Any:
-    """A copy of a tree whose tensors are new leaves with the same ``requires_grad``.
+    """Returns a copy of a tree whose tensors are new leaves with the same ``requires_grad``.
 
     A tensor that occurs twice is copied once.
     """
@@ -152,13 +152,13 @@ def fresh(tree: Any) -> Any:
 
 
 def tensors_of(tree: object) -> list[torch.Tensor]:
-    """All tensors of a tree, each once."""
+    """Returns all tensors of a tree, each once."""
     found = {id(t): t for t in tree_flatten(tree)[0] if isinstance(t, torch.Tensor)}
     return list(found.values())
 
 
 def cotangent(out: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """A gradient for ``out``: the same numbers for the same generator state."""
+    """Returns a gradient for ``out``: the same numbers for the same generator state."""
     dtype = torch.complex64 if out.is_complex() else torch.float32
     made = torch.randn(out.shape, generator=generator, dtype=dtype, device="cpu")
     return made.to(out.device, out.dtype)
@@ -184,7 +184,7 @@ class Subject:
     """The device type of the regions."""
 
     def state(self) -> list[torch.Tensor]:
-        """The tensors the program may read and write."""
+        """Returns the tensors the program may read and write."""
         state = tensors_of(self.args)
         for module in (self.program, self.module):
             if isinstance(module, torch.nn.Module):
@@ -245,7 +245,7 @@ def run(
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's numbers as integers, every NaN as one number."""
+    """Returns the tensor's numbers as integers, every NaN as one number."""
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     tensor = tensor.resolve_conj().resolve_neg().contiguous()
@@ -282,7 +282,7 @@ def leaf_difference(expected: object, actual: object, *, values: bool = True) ->
 
 
 def difference(expected: Result, actual: Result, *, values: bool = True) -> str | None:
-    """The first difference between two runs; None if they are the same bit for bit."""
+    """Returns the first difference between two runs; None if they are the same bit for bit."""
     if len(expected.outputs) != len(actual.outputs):
         return f"{len(expected.outputs)} outputs expected, got {len(actual.outputs)}"
     sides = [("output", expected.outputs, actual.outputs)]

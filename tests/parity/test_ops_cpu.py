@@ -58,7 +58,7 @@ LISTED = {call.name: call for call in listed_calls()}
 
 
 def as_subject(calls: Sequence[Call]) -> Subject:
-    """One program that makes all the calls; it takes a list of their (args, kwargs)."""
+    """Returns one program that makes all the calls; it takes a list of their (args, kwargs)."""
     program, given = program_of(calls)
     return Subject(program, (oracle.fresh(given),))
 
@@ -106,7 +106,7 @@ def cases(names: Sequence[str], combinations: Iterable[tuple[Way, torch.dtype]])
 
 
 def in_turn(names: Sequence[str]) -> list[Any]:
-    """One of the ``QUICK`` combinations for each op: half the time, every op still met."""
+    """Returns one of the ``QUICK`` combinations for each op: half the time, every op still met."""
     turns = zip(names, itertools.cycle(QUICK))
     return [case for name, combination in turns for case in cases([name], [combination])]
 

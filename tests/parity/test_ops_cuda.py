@@ -185,7 +185,7 @@ LISTED = {call.name: call for call in listed_calls()}
 
 
 def cases(names: list[str]) -> list[Any]:
-    """Both combinations of each op; the fast run takes them in turn, as on the CPU."""
+    """Returns both combinations of each op; the fast run takes them in turn, as on the CPU."""
     return [
         exceptions.param(
             exceptions.CUDA_OPS,

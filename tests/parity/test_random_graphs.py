@@ -158,7 +158,7 @@ def carry_out(steps: tuple[Step, ...], values: list[Tensor]) -> None:
 
 
 def region_options(name: str) -> dict[str, Any]:
-    """A region of the ambient dtype, enabled exactly if the name says so."""
+    """Returns a region of the ambient dtype, enabled exactly if the name says so."""
     return {"dtype": torch.get_autocast_dtype("cpu"), **REGIONS[name]}
 
 

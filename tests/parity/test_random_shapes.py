@@ -41,7 +41,7 @@ EXAMPLES = os.environ.get("AMP_FX_EXAMPLES")
 
 
 def product(x: Tensor, w: Tensor) -> Tensor:
-    """A product over channels, which autocast runs in the low dtype."""
+    """Returns a product over channels, which autocast runs in the low dtype."""
     return F.conv2d(x, w)
 
 

@@ -174,7 +174,7 @@ NO_MIXTURE = {
 
 
 def written(target: torch.Tensor, write: Callable[[torch.Tensor], object]) -> torch.Tensor:
-    """A copy of a tensor after a write."""
+    """Returns a copy of a tensor after a write."""
     target = target.clone()
     write(target)
     return target

@@ -122,7 +122,7 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def results(program: Callable[..., Any], model: nn.Module, x: torch.Tensor, dtype: Any) -> Any:
-    """The output and all gradients, those small that a low dtype flushes and rounds."""
+    """Returns the output and all gradients, those small that a low dtype flushes and rounds."""
     with torch.autocast("cpu", dtype):
         out = program(x)
     (out.float() ** 2).mean().mul(1e-2).backward()

@@ -86,7 +86,7 @@ def linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def exact(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """The gradient of ``w``: the product of what the backward reads, summed in float32."""
+    """Returns the gradient of ``w``: the product of what the backward reads, summed in float32."""
     low, weight = x.detach().to(BFLOAT16), w.detach().to(BFLOAT16)
     grad = (2 * (low @ weight.t()).float()).to(BFLOAT16)
     return grad.float().t() @ low.float()

@@ -167,7 +167,7 @@ def test_the_same_dtypes_arrive_as_under_native_autocast(
 
 
 def rewritten_with_casts(call: Call, device_type: str, dtype: torch.dtype) -> Call:
-    """A call that makes its casts inside, where the recorder sees them."""
+    """Returns a call that makes its casts inside, where the recorder sees them."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         op, new_args, new_kwargs = rewritten((call[0], args, kwargs), device_type, dtype)
@@ -177,7 +177,7 @@ def rewritten_with_casts(call: Call, device_type: str, dtype: torch.dtype) -> Ca
 
 
 def in_any_cast_order(found: Arrivals) -> tuple[list[str], Arrivals]:
-    """The casts, and the rest: C++ leaves open in which order arguments are cast."""
+    """Returns the casts, and the rest: C++ leaves open in which order arguments are cast."""
     casts = [arrival for arrival in found if arrival[0] == "aten._to_copy.default"]
     return sorted(map(str, casts)), [arrival for arrival in found if arrival not in casts]
 

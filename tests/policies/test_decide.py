@@ -99,7 +99,7 @@ def test_lower_precision_io_computes_in_float32_of_a_low_input(
 def called(
     program: Callable[..., torch.Tensor], policy: Policy, compiler: str = "eager"
 ) -> Callable[..., torch.Tensor]:
-    """A program compiled under a policy, whose outputs keep their dtypes."""
+    """Returns a program compiled under a policy, whose outputs keep their dtypes."""
     return compiled(program, policy=policy, compiler=compiler, output_dtype="autocast")
 
 

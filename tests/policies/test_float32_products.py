@@ -25,7 +25,7 @@ LOW, WIDE = torch.bfloat16, "lower_precision_wide"
 
 
 def rounded(tensor: torch.Tensor, dtype: torch.dtype = LOW) -> torch.Tensor:
-    """The tensor that a low product would get, in float64."""
+    """Returns the tensor that a low product would get, in float64."""
     return tensor.detach().to(dtype).double()
 
 

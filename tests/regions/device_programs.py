@@ -55,7 +55,7 @@ def prepare() -> None:
 
 
 def make_model() -> nn.Sequential:
-    """A small network with low and float32 ops, with the same weights in each call."""
+    """Returns a small network with low and float32 ops, with the same weights in each call."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv1d(3, 4, 1),
@@ -68,13 +68,13 @@ def make_model() -> nn.Sequential:
 
 
 def make_inputs() -> tuple[torch.Tensor, torch.Tensor]:
-    """A batch and its classes."""
+    """Returns a batch and its classes."""
     torch.manual_seed(1)
     return torch.randn(6, 3, 2).to(DEVICE), torch.randint(2, (6,)).to(DEVICE)
 
 
 def compiled(function: Any, **options: Any) -> Any:
-    """A function compiled by amp_fx for a device that inductor does not know."""
+    """Returns a function compiled by amp_fx for a device that inductor does not know."""
     return torch.compile(function, backend="amp_fx", options={"compiler": "aot_eager", **options})
 
 
@@ -87,7 +87,7 @@ def is_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
 def trained(
     forward: Callable[[nn.Module], Any], dtype: torch.dtype, scaler: Any
 ) -> dict[str, torch.Tensor]:
-    """The weights after three steps."""
+    """Returns the weights after three steps."""
     model = make_model()
     run = forward(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -129,7 +129,7 @@ def listed_ops_compile_to_the_bits_of_eager_autocast() -> None:
 
 
 def listed_call(name: str, kind: torch.dtype, dtype: torch.dtype) -> tuple[Any, Any] | None:
-    """An op and arguments with a dtype; None if it is banned, or has no kernel."""
+    """Returns an op and arguments with a dtype; None if it is banned, or has no kernel."""
     op: Any = find_op(name)
     args = tree_map_only(
         torch.Tensor,

@@ -45,7 +45,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
 
 def graph_on(device: str) -> fx.GraphModule:
-    """A graph with a product of tensors on a device, as Dynamo records values."""
+    """Returns a graph with a product of tensors on a device, as Dynamo records values."""
     gm = symbolic_trace(lambda x: x @ x)
     with FakeTensorMode():
         value = torch.empty(2, 2, device="meta")

@@ -23,7 +23,7 @@ _library = torch.library.Library("amp_fx_test", "DEF")  # type: ignore[no-untype
 
 
 def define(name: str) -> torch._ops.OpOverload:
-    """An op that adds the third of its arguments to the product of the other two."""
+    """Returns an op that adds the third of its arguments to the product of the other two."""
     qualified = f"amp_fx_test::{name}"
 
     def kernel(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

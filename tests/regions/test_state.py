@@ -32,7 +32,7 @@ REGIONS = st.fixed_dictionaries(
 
 
 def follow(regions: Sequence[dict[str, Any]]) -> tuple[AutocastState, AutocastState]:
-    """The state inside of nested regions: torch's own, and as followed by ``enter``."""
+    """Returns the state inside of nested regions: torch's own, and as followed by ``enter``."""
     followed = AutocastState.ambient()
     with contextlib.ExitStack() as stack:
         for region in regions:

@@ -130,7 +130,7 @@ def _as_given(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _reversed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its memory in the order of the reversed dimensions."""
+    """Returns the tensor with its memory in the order of the reversed dimensions."""
     order = list(reversed(range(tensor.dim())))
     return tensor.permute(order).contiguous().permute(order)
 

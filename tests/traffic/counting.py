@@ -74,7 +74,7 @@ class Counter:
         return run
 
     def inductor(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        """The backend ``"inductor"``, which had its ``inner_compile`` bound before."""
+        """Returns the backend ``"inductor"``, which had its ``inner_compile`` bound before."""
         from torch._inductor.compile_fx import compile_fx
 
         return compile_fx(gm, example_inputs, inner_compile=self.compile)

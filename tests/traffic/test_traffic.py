@@ -48,7 +48,7 @@ def _unpatched() -> Any:
 
 
 def linear(size: int = 64) -> Case:
-    """One product without a bias: everything that it moves is known."""
+    """Returns one product without a bias: everything that it moves is known."""
     return Case("one product", lambda: nn.Linear(size, size, bias=False), (32, size))
 
 
@@ -219,7 +219,7 @@ class AddsItsNorm(nn.Linear):
     """Its weight is read low by the product, and in float32 by a kernel that adds up squares."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The product, and the norm of its weight."""
+        """Returns the product, and the norm of its weight."""
         out: torch.Tensor = super().forward(x) + self.weight.norm()
         return out
 

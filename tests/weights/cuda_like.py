@@ -28,7 +28,7 @@ LIST_WRITES = re.compile(r"aten::(_foreach_\w+_|_fused_(adam|adamw|sgd|adagrad)_
 
 
 def list_writes() -> list[str]:
-    """The names of all ops, with overloads, that write to lists of tensors."""
+    """Returns the names of all ops, with overloads, that write to lists of tensors."""
     names = torch._C._dispatch_get_all_op_names()
     return sorted(filter(LIST_WRITES.match, names))
 

@@ -49,7 +49,7 @@ class Way:
         return program
 
     def call(self, program: Program, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The output, and in training the gradient of the input."""
+        """Returns the output, and in training the gradient of the input."""
         with torch.set_grad_enabled(self.is_trained):
             if not self.is_trained:
                 return (program(x),)
@@ -117,7 +117,7 @@ def contents(seed: int, size: int = SIZE) -> torch.Tensor:
 
 
 def make_line(num_layers: int = 3, **kwargs: Any) -> tuple[Line, list[torch.Tensor]]:
-    """A model, and what its weights hold."""
+    """Returns a model, and what its weights hold."""
     held = [contents(seed) for seed in range(num_layers)]
     return Line(held, **kwargs), held
 
@@ -141,7 +141,7 @@ def expected(
 
 
 def error_of(actual: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
-    """The greatest distance of two results, relative to what is wanted."""
+    """Returns the greatest distance of two results, relative to what is wanted."""
     pairs = zip(actual, wanted, strict=True)
     return max(
         (a - w).abs().max().item() / (w.square().mean().sqrt().item() or 1.0) for a, w in pairs

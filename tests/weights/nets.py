@@ -49,12 +49,12 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def square(seed: int = 0) -> torch.Tensor:
-    """A weight of ``Weight``."""
+    """Returns a weight of ``Weight``."""
     return random(SIZE, SIZE, seed=seed).requires_grad_()
 
 
 def make_net(seed: int = 0) -> Net:
-    """A ``Net`` with weights that are the same in every run."""
+    """Returns a ``Net`` with weights that are the same in every run."""
     net = Net()
     for i, parameter in enumerate(net.parameters()):
         parameter.data.copy_(random(*parameter.shape, seed=100 * seed + i))
@@ -62,7 +62,7 @@ def make_net(seed: int = 0) -> Net:
 
 
 def inputs(*, requires_grad: bool = False) -> torch.Tensor:
-    """A batch."""
+    """Returns a batch."""
     return random(3, SIZE, seed=99).requires_grad_(requires_grad)
 
 
@@ -120,14 +120,14 @@ def assert_same_gradients(
 
 
 def gradients(out: torch.Tensor, model: nn.Module) -> list[torch.Tensor | None]:
-    """The gradients of a weighted sum of an output."""
+    """Returns the gradients of a weighted sum of an output."""
     wanted = [p for p in model.parameters() if p.requires_grad]
     seed = random(*out.shape, seed=7).to(out.dtype)
     return list(torch.autograd.grad(out, wanted, seed, allow_unused=True))
 
 
 def twin_of(model: nn.Module) -> Any:
-    """A copy for the oracle, made before the model is compiled."""
+    """Returns a copy for the oracle, made before the model is compiled."""
     return copy.deepcopy(model)
 
 

@@ -147,7 +147,7 @@ def test_a_network_is_more_accurate_with_folded_norms() -> None:
 
 
 def scaled(channels: int = 8) -> nn.Module:
-    """A frozen norm as detection models have it: buffers, a product and a sum."""
+    """Returns a frozen norm as detection models have it: buffers, a product and a sum."""
 
     class Frozen(nn.Module):
         def __init__(self) -> None:

@@ -38,7 +38,7 @@ def _empty_store() -> Iterator[None]:
 
 
 def call_of(code: Any, weight: torch.Tensor, **kwargs: Any) -> CachedCall:
-    """A graph of a weight and an input, which gets the input and the cast of the weight."""
+    """Returns a graph of a weight and an input, which gets the input and the cast of the weight."""
     settings = {"owner": "a model", "verify": "sample", **kwargs}
     return CachedCall([cast_spec(weight)], [1], compiled=code, **settings)
 

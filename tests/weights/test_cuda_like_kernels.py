@@ -14,7 +14,7 @@ is_armed = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 
 
 def armed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, whose storage a pointer to write to would disarm."""
+    """Returns the tensor, whose storage a pointer to write to would disarm."""
     torch._lazy_clone(tensor.detach())
     assert is_armed(tensor)
     return tensor

@@ -59,7 +59,7 @@ def block_few_rows(gm: fx.GraphModule) -> int:
 
 
 def graph_of(rows: int, weight: torch.Tensor, bias: torch.Tensor | None) -> fx.GraphModule:
-    """A product with a constant, as constant folding leaves it."""
+    """Returns a product with a constant, as constant folding leaves it."""
     gm = fx.GraphModule({"weight": weight}, fx.Graph())
     if bias is not None:
         gm.register_buffer("bias", bias)

@@ -30,7 +30,7 @@ COPY_BYTES = 2 * (16 + 4 + 16)
 
 
 def copies() -> list[weakref.ref[torch.Tensor]]:
-    """The copies that are kept now."""
+    """Returns the copies that are kept now."""
     return [weakref.ref(entry.value) for entry in STORE.entries.values()]
 
 

@@ -57,7 +57,7 @@ def test_outputs_stay_as_they_were(
 
 
 def kept_storages() -> set[int]:
-    """The storages of all values of the store."""
+    """Returns the storages of all values of the store."""
     values = [value for entry in STORE.entries.values() for value in tree_leaves(entry.value)]
     return {value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)}
 

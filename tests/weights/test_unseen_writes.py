@@ -78,7 +78,7 @@ ALIASES = {f.__name__: f for f in (by_array, by_dlpack, by_pointer)}
 def prepared(
     alias: str = "by_array", **options: Any
 ) -> tuple[Callable[..., torch.Tensor], Named, Named, Scale]:
-    """A compiled model, its twin, and a write that was prepared between two calls."""
+    """Returns a compiled model, its twin, and a write that was prepared between two calls."""
     model, twin = Named(), Named()
     compiled = compile_amp_fx(model, **options)
     for graph in (TRAIN, EVAL):
@@ -177,7 +177,7 @@ def test_a_write_of_a_part_is_noticed_sooner_or_later() -> None:
 
 
 def aliased() -> tuple[Net, np.ndarray]:
-    """A model, and an array over its first weight that was taken before any call."""
+    """Returns a model, and an array over its first weight that was taken before any call."""
     net = make_net()
     return net, net.a.weight.detach().numpy()
 

@@ -97,7 +97,7 @@ ELSEWHERE = {
 
 
 def kept(p: torch.nn.Parameter) -> CacheEntry:
-    """A low-precision copy that was made just now."""
+    """Returns a low-precision copy that was made just now."""
     entry = STORE.entry(cast_spec(p), (p,), "a test")
     assert entry is not None
     with computing_values():
@@ -112,7 +112,7 @@ def lies_where(entry: CacheEntry, p: torch.nn.Parameter) -> bool:
 
 
 def observed(entry: CacheEntry, p: torch.nn.Parameter, version: int) -> set[str]:
-    """The signals that can be told apart from outside."""
+    """Returns the signals that can be told apart from outside."""
     found = set()
     if not lies_where(entry, p):
         found.add("place")
