@@ -42,7 +42,8 @@ class TracedOp:
     """One result of an op that ran.
 
     Attributes:
-        stage: ``"forward"``, ``"backward"``, or ``"result"``: an output or a gradient.
+        stage: ``"forward"``, ``"backward"``, ``"update"``, or ``"result"`` for an output or a
+            gradient.
         module: The path of the innermost module; in the backward, that of the forward.
         op: The name of the op (``"addmm"``), or of the output or gradient.
         source: The line in the program: ``"model.py:12: y = x @ w"``; empty if unknown.

@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
+MEASURED = ("forward", "backward")
+"""The stages whose ops are measured."""
+
 PRODUCTS = frozenset(
     f"aten::{name}"
     for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "dot", "mul", "convolution", "linear")
@@ -249,7 +252,7 @@ class ShadowedCall:
         if first is None:
             return None
         seen = self._new_record(first)
-        is_measured = self.twin.is_wanted(self.event.location) and self.event.stage != "again"
+        is_measured = self.twin.is_wanted(self.event.location) and self.event.stage in MEASURED
         errors: list[tuple[torch.Tensor, float]] = []
         for position, (result, second, third) in enumerate(zip(low, high, same, strict=True)):
             if not (result.is_floating_point() or result.is_complex()):
@@ -453,8 +456,8 @@ class Twin(Sink):
         return largest
 
     def record(self, seen: OpRecord) -> None:
-        """Adds the record of an op, unless a checkpoint repeats the op."""
-        if seen.stage != "again":
+        """Adds the record of an op, unless a checkpoint repeats it or an optimizer runs it."""
+        if seen.stage in MEASURED:
             self.seen.append(seen)
 
 

@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.utils.checkpoint
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.flop_counter import flop_registry
 
 from amp_fx.explanation.running import leaf_tensors
@@ -39,7 +43,8 @@ class Place(NamedTuple):
     """The stage of an op, and its place in the program.
 
     Attributes:
-        stage: ``"forward"``, ``"backward"``, or ``"again"`` in a checkpoint.
+        stage: ``"forward"``, ``"backward"``, ``"update"`` in the step of an optimizer, or
+            ``"again"`` in a checkpoint.
         location: The module and the line. In a backward, those of the forward; in a custom
             function, the running line.
         number: The number of the op's node of autograd; None if it has none.
@@ -169,6 +174,9 @@ class Sink:
     def root(self, root: torch.Tensor) -> None:
         """Called before a backward, with the tensor that it begins with."""
 
+    def update(self, optimizer: torch.optim.Optimizer, *, is_over: bool) -> None:
+        """Called before and after a step of an optimizer."""
+
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs a program unchanged, guards its state, and passes its ops to sinks.
@@ -189,6 +197,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.places = Places(self.notes, paths)
         self._location_of: dict[int, NodeLocation] = {}
         self._last_number = latest_sequence_number()
+        self._is_updating = False
         for sink in sinks:
             sink.begin(self)
 
@@ -203,13 +212,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
-        """Context manager that also notes calls of functions of torch, and backwards."""
-        with observing_backwards(self._begin_backward), self.notes, self:
-            yield
+        """Context manager that also notes functions of torch, backwards and updates."""
+        handles = [
+            register_optimizer_step_pre_hook(lambda each, *_: self._update(each, is_over=False)),
+            register_optimizer_step_post_hook(lambda each, *_: self._update(each, is_over=True)),
+        ]
+        try:
+            with observing_backwards(self._begin_backward), self.notes, self:
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def here(self) -> NodeLocation:
         """Returns the module and the line of the program that is running."""
         return self.places.here("")
+
+    def _update(self, optimizer: torch.optim.Optimizer, *, is_over: bool) -> None:
+        if self.is_paused:  # a sink steps an optimizer of its own
+            return
+        self.guard.hold(optimizer)
+        self._is_updating = not is_over
+        with self.paused(), torch.no_grad():
+            for sink in self.sinks:
+                sink.update(optimizer, is_over=is_over)
 
     def _begin_backward(self, root: torch.Tensor) -> None:
         for sink in self.sinks:
@@ -269,8 +295,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if number > self._last_number and (is_own or not torch.is_grad_enabled()):
             self._location_of[number] = location
         self._count_node()
-        is_again = node is not None and is_in_checkpoint()
-        return Place("again" if is_again else "forward", location, number if is_own else None)
+        stage = "again" if node is not None and is_in_checkpoint() else "forward"
+        # A closure of an optimizer, as LBFGS calls it, is a forward and a backward.
+        if node is None and self._is_updating and not torch.is_grad_enabled():
+            stage = "update"
+        return Place(stage, location, number if is_own else None)
 
     def _location_in_backward(self, node: Any, kernel: str) -> NodeLocation:
         name = str(node.name()).removesuffix("Backward0")

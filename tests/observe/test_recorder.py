@@ -136,3 +136,33 @@ def test_ops_of_sinks_are_not_observed_cast_or_differentiated() -> None:
     observed(step, Computes(), kept)
     assert kept.rows.count("mm") == 1
     assert [(t.dtype, t.requires_grad) for t in made] == [(torch.float32, False)]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+def test_steps_of_optimizers_are_told_and_closures_are_none(kind: Any) -> None:
+    weight = torch.ones(4, requires_grad=True)
+    optimizer = kind([weight], lr=0.1)
+    told: list[tuple[str, Any]] = []
+
+    class Told(Sink):
+        def update(self, optimizer: torch.optim.Optimizer, *, is_over: bool) -> None:
+            told.append(("after" if is_over else "before", optimizer))
+
+    kept = Kept(lambda event: (event.stage, event.name))
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = weight.exp().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    def step() -> None:
+        closure()
+        optimizer.step(closure)
+
+    observed(step, kept, Told())
+    assert told == [("before", optimizer), ("after", optimizer)]
+    assert {stage for stage, name in kept.rows if name == "exp"} == {"forward"}
+    assert {stage for stage, name in kept.rows if name in ("add", "_foreach_add")} == {"update"}
+    assert weight.tolist() == [1.0] * 4
+    assert not optimizer.state

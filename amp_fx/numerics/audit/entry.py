@@ -145,13 +145,7 @@ class _Audit:
         hooks = contextlib.nullcontext() if not counts_saved else _saved_by(auditor)
         torch.clear_autocast_cache()
         try:
-            with (
-                auditor.regions,
-                regions_of_compiled(self.step),
-                updates,
-                hooks,
-                recorder.observing(),
-            ):
+            with auditor.regions, regions_of_compiled(self.step), hooks, recorder.observing():
                 loss = loss_of(call_with_paths(paths, call, *args, **kwargs), None)
                 value = None if loss is None else loss.detach().clone()
                 auditor.regions.close()

@@ -115,7 +115,6 @@ class Auditor(Sink):
     def __init__(self) -> None:
         self.uses = Uses()
         self.rules: list[Rule] = []
-        self.is_updating = False
         self.num_backwards = 0
         """The number of ops of a backward."""
         self._saved: Marks[None] = Marks()
@@ -136,8 +135,7 @@ class Auditor(Sink):
 
         Rules do not get ops on sparse and quantized tensors, which have no storage of elements.
         """
-        # A closure of an optimizer, as LBFGS calls it, is a forward and a backward.
-        if self.is_updating and not torch.is_grad_enabled() and event.node is None:
+        if event.stage == "update":
             return
         self.num_backwards += event.stage == "backward"
         if event.stage != "backward" and event.node is not None:
@@ -161,6 +159,11 @@ class Auditor(Sink):
         """Passes on what a backward begins with."""
         for rule in self.rules:
             rule.root(root)
+
+    def update(self, optimizer: torch.optim.Optimizer, *, is_over: bool) -> None:
+        """Passes on the steps of optimizers."""
+        for rule in self.rules:
+            rule.update(optimizer, is_over=is_over)
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         """Counts a tensor that autograd saves for the backward."""

@@ -9,10 +9,6 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.locations import NodeLocation
@@ -69,28 +65,14 @@ class UpdateRule(Rule):
         self._before: dict[int, tuple[list[_Before], Any]] = {}
         self._site = NodeLocation()
         self.num_steps = 0
-        self._handles: list[Any] = []
 
-    def __enter__(self) -> UpdateRule:
-        self._handles = [
-            register_optimizer_step_pre_hook(self._begin),
-            register_optimizer_step_post_hook(self._end),
-        ]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        if self._auditor.recorder.is_paused:
-            return
-        self._site = self._auditor.recorder.here()
-        self._auditor.recorder.guard.hold(optimizer)
-        self.num_steps += 1
-        self._auditor.is_updating = True
-        with self._auditor.recorder.paused(), torch.no_grad():
+    def update(self, optimizer: torch.optim.Optimizer, *, is_over: bool) -> None:
+        """Compares the weights and states after a step with those before."""
+        if is_over:
+            self._end(optimizer)
+        else:
+            self._site = self._auditor.recorder.here()
+            self.num_steps += 1
             self._before[id(optimizer)] = self._prepare(optimizer)
 
     def _prepare(self, optimizer: Any) -> tuple[list[_Before], Any]:
@@ -115,22 +97,17 @@ class UpdateRule(Rule):
             found.append(_Before(name, parameter, value, state, twins[parameter]))
         return found, twin
 
-    def _end(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        del args, kwargs
-        if self._auditor.recorder.is_paused:
-            return
-        self._auditor.is_updating = False
+    def _end(self, optimizer: Any) -> None:
         before, twin = self._before.pop(id(optimizer), ([], None))
-        with self._auditor.recorder.paused(), torch.no_grad():
-            for parameter in parameters_of(optimizer):
-                state = dict(optimizer.state.get(parameter, {}))
-                for tensor in filter(_is_tensor, pytree.tree_leaves(state)):
-                    module = self._auditor.recorder.places.module_of(parameter)
-                    self._auditor.uses.add("optimizer states", [tensor], module)
-            if before:
-                _step(twin)
-                self._compare(optimizer, before)
-            self._see_states(optimizer, before, twin)
+        for parameter in parameters_of(optimizer):
+            state = dict(optimizer.state.get(parameter, {}))
+            for tensor in filter(_is_tensor, pytree.tree_leaves(state)):
+                module = self._auditor.recorder.places.module_of(parameter)
+                self._auditor.uses.add("optimizer states", [tensor], module)
+        if before:
+            _step(twin)
+            self._compare(optimizer, before)
+        self._see_states(optimizer, before, twin)
 
     def _compare(self, optimizer: Any, before: list[_Before]) -> None:
         losses = [(each, _loss(optimizer, each)) for each in before]
