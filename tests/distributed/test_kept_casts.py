@@ -51,7 +51,7 @@ def test_casts_are_right_where_threads_of_torch_write_weights(ranks: Ranks) -> N
 
 
 def test_parts_of_a_graph_keep_their_casts(ranks: Ranks) -> None:
-    """The case is about nothing unless ``DDPOptimizer`` did cut the graph."""
+    """Checks that ``DDPOptimizer`` split the graph, without which the case tests nothing."""
     assert all(rank["outside"]["parts"]["graphs"] > 1 for rank in ranks)
 
 

@@ -44,7 +44,7 @@ def test_a_rank_that_dies_is_an_error_of_the_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "tensor-parallel"])
 def test_the_example_runs_as_shown(wrapper: str) -> None:
-    """It fails if its losses are not those of eager autocast."""
+    """Runs the example, which fails if its losses differ from those of eager autocast."""
     page = (ROOT / "docs" / "recipes" / "distributed.md").read_text(encoding="utf-8")
     [command] = re.findall(r"torchrun (.*train_distributed\.py) --wrapper", page)
     done = subprocess.run(

@@ -151,7 +151,7 @@ def test_no_text_lies_on_anything(
 @needs_dot
 @pytest.mark.parametrize("depth", [1, None, EVERY_OP])
 def test_arrows_go_down(depth: int | None, explained: dict[str, Explanation]) -> None:
-    """Also of modules that are called twice, and of lists whose members take turns."""
+    """Covers modules that are called twice, and lists whose members alternate."""
     layout = layout_of(amp_fx.draw(explained["unet"], depth=depth))
     places = [o.get("pos", "0,0").partition(",")[2] for o in layout["objects"]]
     ends = [(edge["tail"], edge["head"]) for edge in layout["edges"]]
@@ -176,7 +176,7 @@ def test_every_op_and_cast_is_drawn_once(explained: dict[str, Explanation]) -> N
 
 
 def test_casts_are_on_edges(explained: dict[str, Explanation]) -> None:
-    """From the input to the first op, and from the last op to the output."""
+    """Draws casts from the input to the first op, and from the last op to the output."""
     drawing = amp_fx.draw(explained["mlp"], depth=EVERY_OP)
     [picture] = drawing.pictures.values()
     casts = [edge for edge in picture.edges if edge.cast]
@@ -370,7 +370,7 @@ def test_bad_input(tmp_path: Path, explained: dict[str, Explanation]) -> None:
 def test_a_folder_that_cannot_be_written_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, explained: dict[str, Explanation]
 ) -> None:
-    """As an error of the system's: tests may run as root, who may write anywhere."""
+    """Raises an error of the system itself, because root may write to any folder."""
 
     def refuse(*_: Any) -> int:
         raise PermissionError(13, "Permission denied")

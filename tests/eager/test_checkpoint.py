@@ -61,7 +61,7 @@ def test_recomputed_as_in_the_forward(forward: str, backward: str, reentrant: bo
 
 
 def test_policies_differ() -> None:
-    """Or the test above would show nothing."""
+    """Checks that the policies give different results, as the test above requires."""
     run = compiled_program()
     first, second = (gradients(run, forward, "none") for forward in ("torch", "policy"))
     assert not torch.equal(first[0], second[0])

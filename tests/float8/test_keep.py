@@ -103,7 +103,7 @@ def test_one_quantization_per_weight_layout_and_update(
 def test_both_layouts_have_the_bits_without_the_cache(
     made: Counter[Any], recipe: str, has_rows_of_outputs: bool, fill: float
 ) -> None:
-    """On the CPU; ``tests/cuda/test_float8.py`` executes the code of GPUs."""
+    """Compares both layouts on the CPU; ``tests/cuda/test_float8.py`` executes code for GPUs."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(48, 32))
     with torch.no_grad():

@@ -452,14 +452,14 @@ assert len(done) == 8, done
 
 @pytest.mark.slow
 def test_first_use_in_eight_threads() -> None:
-    """In a process where nothing was compiled: torch looks the backend up by its name."""
+    """Starts a process where nothing was compiled, so that torch looks up the backend by name."""
     command = [sys.executable, "-c", FIRST_USE]
     run = subprocess.run(command, check=False, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
 
 def test_eight_threads() -> None:
-    """Each with its own model, region and dtype, compiling and running at once."""
+    """Compiles and runs in all threads at once, each with another model, region and dtype."""
     num_threads = 8
     barrier = threading.Barrier(num_threads, timeout=120)
     failures: list[BaseException] = []

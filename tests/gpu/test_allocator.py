@@ -44,7 +44,7 @@ GRAPH_TEST = (
     ],
 )
 def test_tests_of_memory_pass_with_another_allocator(setting: str, tests: Sequence[str]) -> None:
-    """Torch renamed the variable in 2.9 and still reads the old name."""
+    """Sets the variable's old name, which torch still reads after it renamed it in 2.9."""
     command = [sys.executable, "-m", "pytest", "-q", "-n0", "-m", "", *tests]
     command += ["-o", "filterwarnings=default", "-p", "no:cacheprovider"]
     environment = {**os.environ, SETTINGS[0]: setting}

@@ -129,7 +129,7 @@ class Holder(nn.Module):
 
 @ON_CUDA
 def test_graphed_callables_follow_the_weights() -> None:
-    """No Python runs in replays, which cast the weights themselves."""
+    """Casts the weights in the graph, because replays run no Python."""
     net, twin = net_and_twin()
     options: Any = {"compiler": "aot_eager", "dtype": "bfloat16", "weight_cache": "training"}
     options["fallback"] = False

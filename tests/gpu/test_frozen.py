@@ -197,7 +197,7 @@ def test_what_the_user_captures_makes_its_values_anew(compiler: str) -> None:
 
 @ON_A_GPU
 def test_cuda_graphs_of_inductor_are_not_frozen() -> None:
-    """Their casts are inputs: a constant of the code would be an address in the graph."""
+    """Passes casts as inputs, because a constant of the code would be an address in the graph."""
     net, twin = net_and_twin()
     compiled = compiled_of(net, **{"triton.cudagraphs": True})
     for _ in range(4):
@@ -226,7 +226,7 @@ def test_calls_wait_for_nothing(compiler: str) -> None:
 
 
 def test_threads_that_call_while_weights_are_written() -> None:
-    """Each result is that of one of the states that the weight went through."""
+    """Checks that each result belongs to one of the weight's states."""
     model = nn.Linear(64, 64, bias=False).to(DEVICE)
     compiled = compiled_of(model)
     x = torch.ones(4, 64, device=DEVICE)

@@ -114,7 +114,7 @@ def test_a_step_of_any_other_optimizer_waits_once() -> None:
 
 
 def test_bfloat16_gradients() -> None:
-    """Torch's kernel does not take them on CUDA."""
+    """Unscales bfloat16 gradients, which torch's kernel for CUDA rejects."""
     for bad, expected in ((None, 2.0**16), (math.inf, 2.0**15)):
         param = torch.nn.Parameter(torch.zeros(4, device="cuda", dtype=torch.bfloat16))
         scaler = amp_fx.GradScaler()
@@ -146,7 +146,7 @@ def test_gradients_that_were_moved_to_the_host() -> None:
 
 
 def test_the_scale_is_seen_without_waiting_before_it_is_too_small() -> None:
-    """The host's lower bound falls with every update of unknown outcome, until it looks."""
+    """Lowers the host's bound with every update of unknown outcome, until it reads the scale."""
     params = make_params()
     optimizer = torch.optim.AdamW(params, lr=0.1, fused=True)
     scaler = amp_fx.GradScaler(init_scale=64.0)

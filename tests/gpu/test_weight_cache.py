@@ -57,7 +57,7 @@ def test_optimizers(way: str) -> None:
 
 @ON_A_GPU
 def test_a_compiled_optimizer_in_a_cuda_graph_is_noticed() -> None:
-    """A replay writes weights and asks PyTorch for no pointer."""
+    """Replays a step that writes weights and requests no pointer from PyTorch."""
     net, twin = net_and_twin()
     compiled = compiled_of(net, compiler="aot_eager", dtype="bfloat16")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

@@ -174,7 +174,7 @@ def test_an_optimizers_step_is_noticed(name: str, way: str) -> None:
 @ON_A_GPU
 @torch.no_grad()
 def test_a_weight_is_held_for_the_stream_that_reads_it() -> None:
-    """``record_stream`` and the watch on the storage go together."""
+    """Combines ``record_stream`` with the watch on the storage."""
     layer = nn.Linear(4096, 4096, bias=False).to(DEVICE)
     address, shape = layer.weight.untyped_storage().data_ptr(), layer.weight.shape
     compiled = compiled_of(layer)
@@ -209,7 +209,7 @@ def test_two_devices() -> None:
 
 @ON_A_GPU
 def test_a_compiled_optimizer_in_a_cuda_graph_is_noticed() -> None:
-    """A replay writes weights and asks PyTorch for no pointer."""
+    """Replays a step that writes weights and requests no pointer from PyTorch."""
     net, twin = make_net().to(DEVICE), make_net().to(DEVICE)
     compiled = compiled_of(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -236,7 +236,7 @@ def test_casts_are_kept_at_all() -> None:
 
 @ON_A_GPU
 def test_threads_call_and_write_one_model() -> None:
-    """The program compares every result, and exits with 1 if one is wrong."""
+    """Runs the program that compares every result, and exits with 1 if one is wrong."""
     program = ["-X", "faulthandler", "-m", "tests.weights.stress_program"]
     arguments = ["data", "--seconds", "6", "--device", "cuda"]
     command = [sys.executable, *program, *arguments]

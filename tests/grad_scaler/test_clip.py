@@ -63,7 +63,7 @@ def test_powers_of_two_change_no_bit_and_float64_keeps_its_digits(
 
 
 def test_largest_element() -> None:
-    """Against a known answer: torch has no largest element for empty gradients."""
+    """Compares with a known answer, because torch has no largest element of empty gradients."""
     params = make_params((3,), (0,))
     scaler = amp_fx.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))
@@ -81,7 +81,7 @@ def test_largest_element() -> None:
     size=st.sampled_from([1e-15, 1e-4, 1.0, 1e5, 1e15]),
 )
 def test_any_scale_and_size(scale: float, max_norm: float, norm_type: float, size: float) -> None:
-    """The norm of the *scaled* gradients may overflow or vanish; that of the unscaled must not."""
+    """Computes a finite norm, although that of the *scaled* gradients may overflow or vanish."""
     hypothesis.assume(size * scale < 1e37)
     ours, theirs = clip_both(scale, max_norm, norm_type, [size, -size, size])
     torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=0)
@@ -99,7 +99,7 @@ def test_squares_of_gradients_at_a_tiny_scale_do_not_vanish() -> None:
 
 
 def test_low_precision_gradients_have_a_float32_norm() -> None:
-    """65504 is the largest float16; the norm is taken before that can matter."""
+    """Computes the norm in float32, because float16 ends at 65504."""
     params = make_params((64,), dtype=torch.float16)
     scaler = amp_fx.GradScaler("cpu", init_scale=1024.0, allow_fp16=True)
     scaler.scale(torch.ones(()))
@@ -131,7 +131,7 @@ def test_step_uses_the_clipped_gradients_once(optimizer: str) -> None:
 
 
 def test_overflows_are_counted_before_clipping_smears_them() -> None:
-    """One NaN makes the norm NaN, and clipping by it every gradient."""
+    """Counts before clipping: one NaN makes the norm NaN, and clipping makes every gradient NaN."""
     params = make_params((4,), (3,))
     scaler = amp_fx.GradScaler("cpu")
     optimizer = torch.optim.SGD(params, lr=0.1)

@@ -245,7 +245,7 @@ def test_an_optimizer_that_died_is_not_taken_for_the_next() -> None:
 def test_dtypes_without_a_kernel_are_unscaled_in_float32(
     bad: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CUDA has none for bfloat16."""
+    """Unscales in float32 if torch has no kernel; CUDA has none for bfloat16."""
     kernel = torch._amp_foreach_non_finite_check_and_unscale_
 
     def without_bfloat16(grads: list[Tensor], *args: Tensor) -> None:

@@ -77,7 +77,7 @@ def test_update_takes_numbers_and_tensors() -> None:
 
 
 def test_state_dicts_may_hold_their_numbers_as_tensors() -> None:
-    """As some ways to save a checkpoint leave them."""
+    """Loads numbers as tensors, which some checkpoint formats contain."""
     state = make_scaler(growth_factor=3.0).state_dict()
     scaler = amp_fx.GradScaler("cpu")
     as_tensors = {key: torch.tensor(value) for key, value in state.items()}

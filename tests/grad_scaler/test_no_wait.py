@@ -35,7 +35,7 @@ def iterate(scaler: amp_fx.GradScaler, optimizer: Any, call: str) -> None:
 @pytest.mark.parametrize("optimizer_name", ["adamw-fused", "sgd-fused", "adagrad-fused"])
 @pytest.mark.parametrize("call", ["step", "unscale", "clip"])
 def test_fused_steps_read_nothing(optimizer_name: str, call: str) -> None:
-    """And give the numbers of torch's scaler."""
+    """Compares the results with those of torch's scaler, too."""
     results = []
     for kind in (amp_fx.GradScaler, torch.amp.GradScaler):
         params = make_params((4, 3), (5,))
@@ -115,7 +115,7 @@ def test_an_optimizer_that_waits_names_parameters_before_gradients_are_cleared()
 
 
 def test_small_scales_are_noticed_without_reading_them() -> None:
-    """A finite gradient that overflows when unscaled is found, though the host knows no scale."""
+    """Finds a finite gradient that overflows when unscaled, although the host knows no scale."""
     params = make_params((2,))
     optimizer = OPTIMIZERS["adamw-fused"](params)
     scaler = amp_fx.GradScaler("cpu", init_scale=4.0, backoff_factor=0.1)

@@ -192,7 +192,7 @@ def fail(*_: Any) -> None:
 def test_a_fused_step_that_raises_leaves_nothing_behind(
     register: str, overflow: str, unscale_first: bool
 ) -> None:
-    """A hook of the first step raises; the steps after it are those of plain SGD."""
+    """Raises in a hook of the first step, after which the steps equal those of plain SGD."""
     results = []
     with nan_in_uninitialized_memory():
         for fused in (False, True):
@@ -259,7 +259,7 @@ def test_signature_and_defaults_are_torchs() -> None:
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_whatever_the_default_dtype(dtype: torch.dtype, optimizer: str) -> None:
-    """The scale and its flags are float32 all the same."""
+    """Keeps the scale and its flags in float32."""
     ours, theirs = (
         Run(kind, optimizer, init_scale=2.0**10, growth_interval=2)
         for kind in (amp_fx.GradScaler, torch.amp.GradScaler)
@@ -280,7 +280,7 @@ def test_whatever_the_default_dtype(dtype: torch.dtype, optimizer: str) -> None:
 
 
 def test_fused_contract() -> None:
-    """A user's own factor on `grad_scale` counts, and both attributes are gone afterwards."""
+    """Applies a user's factor on `grad_scale`, and deletes both attributes afterwards."""
     ours, theirs = (
         Run(kind, "adamw-fused", init_scale=8.0)
         for kind in (amp_fx.GradScaler, torch.amp.GradScaler)

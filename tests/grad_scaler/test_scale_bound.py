@@ -51,7 +51,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> type[LateCopy]:
 
 
 def test_copies_arrive_late(late: type[LateCopy], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes two updates."""
+    """Delays each copy by two updates."""
     bound = ScaleBound(64.0)
     scale, bounds = torch.tensor(64.0), []
     for step in range(6):
@@ -77,7 +77,7 @@ def test_copies_arrive_late(late: type[LateCopy], monkeypatch: pytest.MonkeyPatc
 def test_it_is_never_above_the_scale(
     late: type[LateCopy], plan: list[tuple[float, bool]], min_scale: float
 ) -> None:
-    """Whatever the updates are, and whenever copies arrive."""
+    """Covers all sequences of updates, and all arrival times of copies."""
     bound, scale = ScaleBound(4.0), torch.tensor(4.0)
     for factor, arrives in plan:
         scale = torch.maximum(scale * factor, scale.clamp(max=min_scale))

@@ -113,7 +113,7 @@ class Run:
     hysteresis=st.integers(1, 4), overflows=st.lists(st.booleans(), min_size=1, max_size=20)
 )
 def test_hysteresis(hysteresis: int, overflows: list[bool]) -> None:
-    """Counted by hand, as NVIDIA Apex does: an early overflow only starts growth anew."""
+    """Counts by hand, as NVIDIA Apex does: an early overflow only restarts growth."""
     run = Run(init_scale=2.0**40, growth_interval=2, hysteresis=hysteresis)
     scale, num_in_a_row, num_finite = 2.0**40, 0, 0
     before = run.params[0].detach().clone()
@@ -151,7 +151,7 @@ def test_limits_are_pickled() -> None:
 
 
 def test_the_scale_stays_at_its_address() -> None:
-    """CUDA graphs read it there."""
+    """Keeps the address of the scale, which CUDA graphs read."""
     run = Run(growth_interval=1)
     run.iterate(False)
     scale = run.scaler._scale

@@ -54,7 +54,7 @@ def train(scaler: amp_fx.GradScaler, loss_weight: float, *, is_float16: bool = T
 
 
 def test_float16_training_needs_the_scaler() -> None:
-    """Without it, training stalls or diverges, by the size of gradients."""
+    """Trains without the scaler, which stalls or diverges, depending on the size of gradients."""
     guess = math.log(128)  # all characters equally likely
     off = amp_fx.GradScaler("cpu", enabled=False)
     stalled, diverged = train(off, 1e-6), train(off, 1e-4)
@@ -67,7 +67,7 @@ def test_float16_training_needs_the_scaler() -> None:
 
 
 def test_scale_finds_its_level() -> None:
-    """From far too large a scale, each overflow is a skipped step, until none overflows."""
+    """Starts with a far too large scale: each overflow skips a step, until none overflows."""
     scales: list[float] = []
 
     class Noting(amp_fx.GradScaler):

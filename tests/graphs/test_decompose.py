@@ -167,7 +167,7 @@ def interpolate(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("is_listed", [False, True])
 def test_composite_op_whose_kernel_takes_no_symbolic_sizes(is_listed: bool) -> None:
-    """It stays as it is if nothing in it has a policy, and is opaque otherwise."""
+    """Leaves the op unchanged if nothing in it has a policy, and treats it as opaque otherwise."""
     x = symbolic(1, 3, 8, 9)
     node = node_of(interpolate, x)
     low = {"aten::upsample_bilinear2d": CastPolicy.LOWER_PRECISION_FP}

@@ -48,7 +48,7 @@ def test_a_region_keeps_no_policy_alive() -> None:
 
 
 def test_a_checkpoint_keeps_the_policy_of_its_forward(x: torch.Tensor) -> None:
-    """Its region is over, and nothing else has the policy, when it is computed again."""
+    """Recomputes after the region has ended, when nothing else has the policy."""
     seen: list[Policy | None] = []
 
     def look(x: torch.Tensor) -> torch.Tensor:

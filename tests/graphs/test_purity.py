@@ -183,7 +183,7 @@ def _are_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 @pytest.mark.slow
 def test_pure_ops_of_pytorch_give_the_same_twice() -> None:
-    """On the first inputs that PyTorch's own list has for each of its ops."""
+    """Runs each op twice on its first inputs in PyTorch's list."""
     differing, num_pure = set(), 0
     for info in op_db:
         if torch.float32 not in info.dtypes:

@@ -105,7 +105,7 @@ REFUSED = ("masked_fill", "full_like", "index_fill", "clamp")
 
 @pytest.mark.parametrize("name", CLAMPED)
 def test_fills_are_clamped(name: str, x: torch.Tensor) -> None:
-    """To what the program would have given with float16's own limit in the place of 1e9."""
+    """Compares with the program that uses float16's limit instead of 1e9."""
     [record] = guarded(CLAMPED[name], x)
     assert record.startswith(f"{name.split()[0]}: -1e+09 clamped to -65504, the limit of float16")
     result = compiled(CLAMPED[name], dtype="float16")(x)
@@ -116,7 +116,7 @@ def test_fills_are_clamped(name: str, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("name", IN_FLOAT32)
 def test_other_ops_stay_in_float32(name: str, x: torch.Tensor) -> None:
-    """Next to the program in float32, from float16 products."""
+    """Compares with the program in float32 that gets float16 products."""
     [record] = guarded(IN_FLOAT32[name], x)
     assert "in float16: computed in float32" in record or "overflows float16: computed" in record
     result = compiled(IN_FLOAT32[name], dtype="float16")(x)

@@ -47,7 +47,7 @@ def num_batched(gm: fx.GraphModule) -> int:
 def test_bits_of_the_batched_product(
     sizes: tuple[int, ...], order: list[int], seed: int, keeps_bits: bool
 ) -> None:
-    """Inputs of any layout."""
+    """Compares bits for inputs of any layout."""
     batch, rows, terms, columns = sizes
     generator = torch.Generator().manual_seed(seed)
     shape = [(batch, rows, terms)[i] for i in order]

@@ -198,7 +198,7 @@ def _op_of_one_dtype() -> Iterator[None]:
 
 @pytest.mark.parametrize("program", NO_MIXTURE.values(), ids=NO_MIXTURE)
 def test_bare_way_runs_what_takes_no_mixture(rng: torch.Generator, program: Program) -> None:
-    """Captured as float32 throughout, so that it must run although an input became low."""
+    """Runs a program that was captured in float32, although an input became low."""
     args = square(rng).detach(), square(rng).detach()
     result = compiled(program)(*args)
     assert result.dtype == torch.float32
@@ -275,7 +275,7 @@ NUMERIC = {
 def test_numbers_without_sharing(
     rng: torch.Generator, program: Program, dtype: torch.dtype
 ) -> None:
-    """One cast per use is what eager does without its cache."""
+    """Inserts one cast per use, as eager does without its cache."""
     args: Sequence[torch.Tensor] = [square(rng), square(rng)]
     captured = capture_program(program, *args)
     insert(captured, site(dtype))

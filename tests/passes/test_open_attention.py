@@ -71,7 +71,7 @@ def test_result_is_the_rounded_exact_result(
     swapped: bool,
     seed: int,
 ) -> None:
-    """The oracle computes in float64 from the same inputs."""
+    """Compares with an oracle that computes in float64 from the same inputs."""
     generator = torch.Generator().manual_seed(seed)
     batch, heads, length, depth = sizes
     query = stored(generator, dtype, batch, group * heads, 1, depth, swapped=swapped)

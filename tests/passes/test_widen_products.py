@@ -147,7 +147,7 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
 )
 @pytest.mark.usefixtures("_no_units")
 def test_rounding_points_are_those_of_low_products(name: str, dtype: torch.dtype) -> None:
-    """Against eager code; in float16 gradients are subnormal, so that each rounding shows."""
+    """Compares with eager code; in float16 gradients are subnormal, so that each rounding shows."""
     build, shape = PROGRAMS[name]
     torch.manual_seed(0)
     model, x = build(), torch.randn(shape)
@@ -273,7 +273,7 @@ ISAS = pytest.mark.skipif(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("isa", ["DEFAULT", "AVX2"])
 def test_onednn_says_itself_whether_it_has_kernels(isa: str, dtype: str) -> None:
-    """The oracle is what it logs of a product and of a convolution."""
+    """Compares with what oneDNN logs about a product and a convolution."""
     lines = run_here(
         f"""
         import torch
@@ -337,7 +337,7 @@ def test_explain_and_stats_say_that_bits_differ() -> None:
 @needs.FROZEN_GRAPHS
 @pytest.mark.usefixtures("_no_units")
 def test_inference_keeps_weights_wide_and_fresh() -> None:
-    """Rounded already, in float32: no call widens them again."""
+    """Caches rounded weights in float32, so that no call widens them again."""
     torch.manual_seed(0)
     model: Any = Linears().eval()
     x = torch.randn(64, 32)

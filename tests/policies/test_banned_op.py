@@ -59,7 +59,7 @@ def test_bare(args: tuple[torch.Tensor, torch.Tensor], message: str, fallback: b
 
 
 def test_ambient(args: tuple[torch.Tensor, torch.Tensor], message: str) -> None:
-    """Dynamo meets PyTorch's own kernel before any backend is called."""
+    """Raises PyTorch's error, because Dynamo calls its kernel before any backend."""
     with fake_cuda_region(f16), pytest.raises(RuntimeError) as raised:
         compiled(loss)(*args)
     assert all(line in str(raised.value) for line in message.splitlines())
@@ -73,7 +73,7 @@ def test_policy_allows_it_bare(args: tuple[torch.Tensor, torch.Tensor], allowing
 def test_no_policy_of_a_region_allows_it(
     args: tuple[torch.Tensor, torch.Tensor], allowing: Policy, message: str
 ) -> None:
-    """Dynamo meets PyTorch's own kernel first."""
+    """Raises PyTorch's error, because Dynamo calls its kernel first."""
     region = amp_fx.autocast("cpu", enabled=False, policy=allowing)
     with region, fake_cuda_region(f16), pytest.raises(RuntimeError) as raised:
         compiled(loss)(*args)

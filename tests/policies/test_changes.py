@@ -155,7 +155,7 @@ SCORES = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", SCORES)
 def test_numbers_of_scores_in_float32(name: str, way: str, net: Decoder, x: torch.Tensor) -> None:
-    """Inside a model that is otherwise bfloat16; the softmax takes what the product gives."""
+    """Computes scores in float32 in a bfloat16 model; the softmax reads the product's result."""
     actual = run(way, net, x, SCORES[name])
     for module in net.modules():
         if isinstance(module, Scores):
@@ -323,7 +323,7 @@ def test_mistakes_are_told(build: Callable[[Policy], object], message: str) -> N
 
 @pytest.mark.parametrize("value", ["float32", "torch.float32", "float", torch.float32])
 def test_float32_is_a_name_of_its_cast_policy(value: Any) -> None:
-    """In every place that takes one; files have ATen's name."""
+    """Accepts the name wherever a policy is given; files contain ATen's name."""
     changed = DEFAULT.with_ops({"softmax": value}).with_modules({"a": value, "b": {"mm": value}})
     changed = changed.with_args("index_add", {"source": value})
     expected = DEFAULT.with_ops({"softmax": "fp32"}).with_modules(

@@ -35,7 +35,7 @@ def x(rng: torch.Generator) -> torch.Tensor:
 @pytest.mark.parametrize("op", NORMS)
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 def test_same_as_input_computes_in_float32(op: str, compiler: str, x: torch.Tensor) -> None:
-    """Against the same by hand, gradients included."""
+    """Compares results and gradients with a computation by hand."""
     policy = DEFAULT.with_ops({op: "same_as_input"})
 
     def program(x: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ def test_kept_ops_are_not_looked_into(x: torch.Tensor) -> None:
 def test_lower_precision_io_computes_in_float32_of_a_low_input(
     op: str, compiler: str, x: torch.Tensor
 ) -> None:
-    """Against the same by hand, gradients included."""
+    """Compares results and gradients with a computation by hand."""
     policy = DEFAULT.with_ops({op: "lower_precision_io"})
 
     def program(x: torch.Tensor) -> torch.Tensor:

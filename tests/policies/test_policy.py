@@ -155,7 +155,7 @@ def test_tables_take_the_names_of_with_ops(op: Any, overloads: list[str], policy
 
 @pytest.mark.parametrize("name", preset_names())
 def test_tables_of_presets_stay_as_they_are(name: str) -> None:
-    """Also with ops that this torch does not have."""
+    """Covers ops that this torch does not have."""
     for device_type, table in preset(name).tables.items():
         assert Policy.default().with_device(device_type, table).tables[device_type] == table
 

@@ -43,7 +43,7 @@ def run(call: Any, x: torch.Tensor, enabled: bool | None, region: Any) -> torch.
 def test_a_program_is_switched_without_a_restart(
     region: Callable[..., Any], model: nn.Module, x: torch.Tensor
 ) -> None:
-    """On and off in every order, as ``autocast(enabled=args.amp)`` is used."""
+    """Enables and disables in every order, as ``autocast(enabled=args.amp)`` does."""
     call = compiled(model)
     low = run(model, x, True, region)
     full = model(x)
@@ -93,7 +93,7 @@ def test_a_function_that_is_called_in_a_disabled_region_of_the_program(
 def test_eager_checkpoints_recompute_as_the_forward_ran(
     enabled: bool | None, use_reentrant: bool, model: nn.Module, x: torch.Tensor
 ) -> None:
-    """They restore a forward without autocast by regions that are off."""
+    """Recomputes in a disabled region, by which checkpoints restore a forward without autocast."""
     call = compiled(model)
     seen: list[tuple[torch.dtype, bool]] = []
 

@@ -122,7 +122,7 @@ def test_an_ops_own_autocast_kernel_is_honoured(x: torch.Tensor) -> None:
 
 
 def test_a_triton_op_is_an_op_like_any_other(x: torch.Tensor) -> None:
-    """Without a kernel of Triton's in it, which needs a GPU."""
+    """Registers a Triton op without a Triton kernel, which would need a GPU."""
 
     @torch.library.triton_op("amp_fx_test::in_triton", mutates_args=())
     def in_triton(x: torch.Tensor) -> torch.Tensor:
@@ -166,7 +166,7 @@ def test_a_banned_op_says_so(x: torch.Tensor) -> None:
 def test_registering_after_a_failed_run_takes_effect(
     x: torch.Tensor, reports: pytest.LogCaptureFixture, call: str
 ) -> None:
-    """As the message invites: the op refuses a mixture, and is registered then."""
+    """Registers an op after it rejected mixed dtypes, as the message suggests."""
     name = f"amp_fx_test::picky_{call.replace(' ', '_')}"
 
     @torch.library.custom_op(name, mutates_args=())

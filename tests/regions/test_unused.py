@@ -34,7 +34,7 @@ def warned(program: Callable[..., Any], pattern: Any, *args: Any) -> list[str]:
 
 
 def test_every_model_is_looked_at() -> None:
-    """Also one that is made where another one was, which is gone."""
+    """Covers a model that reuses the memory of a freed one."""
     assert all(len(warned(net(), "layers.0")) == 1 for _ in range(20))
 
 
