@@ -103,7 +103,7 @@ def test_training_in_bits(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def test_model_is_left_as_it_was(model: nn.Module, x: torch.Tensor) -> None:
-    """But for what ``torch.compile`` itself leaves with any backend."""
+    """Changes nothing in the model, except what ``torch.compile`` changes with any backend."""
     before = copy.deepcopy(model.state_dict())
     other = copy.deepcopy(model)
     torch.compile(other, backend="eager")(x)
@@ -252,7 +252,7 @@ def test_policy_decides(model: nn.Module, x: torch.Tensor) -> None:
 
 
 def test_autocast_is_off_while_the_compiled_graph_runs(x: torch.Tensor) -> None:
-    """Under ambient autocast too: what is not cast in the graph must not be cast again."""
+    """Runs under ambient autocast, which must cast nothing that the graph does not cast."""
     nothing = preset("torch").with_device("cpu", {})
     with torch.autocast("cpu", bf16):
         result = compiled(lambda x: x.t() @ x, policy=nothing)(x)

@@ -97,7 +97,7 @@ def test_snippets_about_a_new_device_run(tmp_path: Path) -> None:
 def test_each_snippet_of_the_documentation_runs_alone_and_prints_what_is_shown(
     tmp_path: Path,
 ) -> None:
-    """Through AOTAutograd: inductor takes longer."""
+    """Runs snippets through AOTAutograd, because inductor takes longer."""
     pages = [page for page in PAGES if page not in (*WITH_INDUCTOR, *ON_A_DEVICE)]
     assert sum(len(fenced(page, "python")) for page in pages) > 15
     run_pages(tmp_path, pages)
@@ -105,7 +105,7 @@ def test_each_snippet_of_the_documentation_runs_alone_and_prints_what_is_shown(
 
 @pytest.mark.slow
 def test_commands_run(tmp_path: Path) -> None:
-    """In one process: each would spend most of its time with importing torch."""
+    """Runs all in one process, because each would spend most of its time importing torch."""
     shown = "".join(text for page in PAGES for text in fenced(page, "sh")).replace("\\\n", "")
     programs: list[str] = []
     for command in sorted({*shown.splitlines()}):
@@ -249,7 +249,7 @@ def saying(call: Callable[[], Any]) -> str:
 
 
 def test_troubleshooting_finds_a_message_by_its_words() -> None:
-    """Those that people meet first; a row quotes a message, with ... for what varies."""
+    """Looks up messages that users see first; a row quotes a message, with ... for what varies."""
     text = (ROOT / "docs/guide/troubleshooting.md").read_text(encoding="utf-8")
     rows = [line.split(" | ")[0].strip("| ") for line in text.splitlines() if line[:2] == "| "]
     quoted = [part.strip() for row in rows for part in row.split(";")]

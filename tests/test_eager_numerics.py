@@ -459,7 +459,7 @@ def arguments(op: Any, dtype: torch.dtype) -> list[Any] | None:
 def test_generated_code_has_atens_bits_for_ops_that_count_as_exact(
     dtype: torch.dtype, code: str
 ) -> None:
-    """But for those that eager code never calls by themselves."""
+    """Excludes ops that eager code never calls alone."""
     options = {"cpp.simdlen": 1} if code == "scalar" else {}
     torch.manual_seed(0)
     chosen = []

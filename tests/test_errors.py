@@ -27,7 +27,7 @@ BASES = {
 
 
 def test_each_class_has_one_builtin_base() -> None:
-    """But ``RegionError``: torch raises either of its two."""
+    """Excludes ``RegionError``, because torch raises either of its two bases."""
     classes = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type)}
     assert all(kind.__name__ == name for name, kind in classes.items())
     assert {*classes} == {*BASES, "RegionError"}

@@ -201,7 +201,7 @@ class Net(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("is_training", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_each_time_that_inductor_traces_it(is_training: bool, rng: torch.Generator) -> None:
-    """Without gradients the weights are frozen."""
+    """Covers training, and inference, where the weights are frozen."""
     torch.manual_seed(0)
     net, x = Net(), torch.randn(4, 4, generator=rng)
     with torch.autocast("cpu", bf16):

@@ -130,7 +130,7 @@ def test_circles_are_found() -> None:
 
 @pytest.mark.parametrize("folder", [name for name in FOLDERS if name not in WITH_CIRCLES])
 def test_folders_have_no_circle_of_imports(folder: str) -> None:
-    """Also none of types, and none of imports inside functions."""
+    """Counts imports for types and imports inside functions, too."""
     paths = (ROOT / folder).rglob("*.py")
     assert circles({name_of(path): source(path) for path in paths}) == []
 
@@ -167,7 +167,7 @@ FIRST_WORDS = ("What", "Whether", "Where", "How", "Which", "Who", "Lets", "Has",
 
 
 def test_docstrings_open_with_what_a_thing_does_or_is() -> None:
-    """As PyTorch's: ``Returns True if ...``, not ``Whether ...``."""
+    """Requires PyTorch's style: ``Returns True if ...``, not ``Whether ...``."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module)
     nodes = [n for path in modules() for n in ast.walk(ast.parse(source(path)))]
     texts = [text for n in nodes if isinstance(n, kinds) and (text := ast.get_docstring(n))]

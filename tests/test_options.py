@@ -26,7 +26,7 @@ class NoPass:
 
 
 def test_every_field_can_be_given() -> None:
-    """But ``inductor``, which takes what is left, and ``mode``, which is for inductor."""
+    """Excludes ``inductor``, which takes the rest, and ``mode``, which is an option of inductor."""
     other = {
         "dtype": torch.float16,
         "policy": preset("ipex"),

@@ -116,7 +116,7 @@ def required(name: str, extras: frozenset[str], found: set[str]) -> set[str]:
 
 
 def test_the_lock_file_pins_all_that_is_installed() -> None:
-    """Except for what torch brings along: `make torch-env` installs other versions of it."""
+    """Excludes dependencies of torch, of which `make torch-env` installs other versions."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [Requirement(line) for line in lines if line and line[0] != "#"]
     here = {

@@ -57,7 +57,7 @@ NO_KERNEL_ON_THE_CPU = (
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", sorted({*device_table(), *installed_tables()["cpu"]}))
 def test_the_cpu_computes_finite_numbers_from_samples(name: str) -> None:
-    """So that an op that fails on a device, and not on the CPU, has no kernel there."""
+    """Runs samples on the CPU, so that an op that fails on a device alone has no kernel there."""
     op = find_op(name)
     if op is None or name in NO_KERNEL_ON_THE_CPU:
         pytest.skip("torch has no such op on the CPU")

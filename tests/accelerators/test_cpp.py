@@ -111,7 +111,7 @@ def test_the_command_prints_and_checks(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_handwritten_registrations_are_read() -> None:
-    """As in the example of PyTorch's documentation."""
+    """Reads the registrations of the example in PyTorch's documentation."""
     text = """
     TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
       KERNEL_PRIVATEUSEONE(mm, lower_precision_fp) /* all of these:

@@ -81,7 +81,7 @@ def test_sparse_and_complex_tensors_are_left_alone() -> None:
 
 
 def test_the_error_of_a_low_sum_is_measured() -> None:
-    """The oracle adds six equal gradients one after the other."""
+    """Compares with an oracle that adds six equal gradients one after the other."""
     weight = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
     scale = torch.tensor(1.3359375, dtype=torch.bfloat16)
 

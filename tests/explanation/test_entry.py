@@ -278,7 +278,7 @@ def on_cuda(model: nn.Sequential) -> nn.Sequential:
 
 @pytest.mark.parametrize("is_fake", [True, False])
 def test_models_that_are_not_there(is_fake: bool) -> None:
-    """As dtypes, against AutocastCUDA itself on fake tensors."""
+    """Compares dtypes with those of AutocastCUDA on fake tensors."""
     dtypes: dict[str, str] = {}
 
     def note(name: str) -> Callable[..., None]:

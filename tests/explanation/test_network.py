@@ -57,6 +57,6 @@ def test_longest_low_path() -> None:
 
 
 def test_of_equal_paths_the_first_is_named() -> None:
-    """Not one that the hashes of names choose, which differ from run to run."""
+    """Names the first path, instead of one that depends on hashes, which differ between runs."""
     graph = network(*[("in", name) for name in "zyxwvutsrqponmlkjihgfedcba"], low="nmlkjih")
     assert longest_low_path(graph) == ["n"]

@@ -72,7 +72,7 @@ def _ops(explanation: Explanation) -> list[str]:
 
 
 def test_a_view_shares_memory_with_its_input() -> None:
-    """Against eager code: the data pointers of what nodes get and give."""
+    """Compares with eager code: the data pointers of inputs and outputs of nodes."""
     x, w = torch.randn(8, 8), torch.randn(3, 8)
     nodes = [n for n in amp_fx.explain(in_views)(x, w).nodes if n.kind == "op"]
     seen: list[bool] = []

@@ -117,7 +117,7 @@ def test_the_program_in_cpp_gives_the_numbers(
 @pytest.mark.slow
 @pytest.mark.parametrize("freezing", [False, True])
 def test_numbers_are_those_of_a_region_in_the_model(freezing: bool, tmp_path: Path) -> None:
-    """Against AOTInductor's own way with ``torch.autocast`` inside of the model."""
+    """Compares with a package of AOTInductor that has ``torch.autocast`` inside the model."""
     model, x = Model().eval(), example(4)
     native = tmp_path / "native.pt2"
     torch._inductor.aoti_compile_and_package(

@@ -303,7 +303,7 @@ def test_what_cannot_be_examined_is_listed() -> None:
 
 
 def test_the_reference_may_be_float64(rng: torch.Generator) -> None:
-    """Then float32 ops have errors of their own: here a difference of near values."""
+    """Measures errors of float32 ops, too: here a difference of near values."""
     x = torch.randn(64, generator=rng)
 
     def step(x: Tensor) -> Tensor:

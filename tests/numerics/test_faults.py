@@ -54,7 +54,7 @@ def test_faults_inside_of_models(model: str, every: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [6, 1])
 def test_parts_computed_by_hand(every: int) -> None:
-    """In some the loss is right, and the gradients are not."""
+    """Compares loss and gradients; in some parts, only the gradients are wrong."""
     some = [*PARTS.items()][::every]
     right = []
     for name, part in some:
@@ -115,7 +115,7 @@ def test_an_index_made_of_a_rounded_value_is_a_fault() -> None:
 
 
 def test_a_loss_next_to_zero_is_compared_with_its_terms() -> None:
-    """As that of policy gradients is, whose advantages have no mean."""
+    """Measures a loss like that of policy gradients, whose advantages have a mean of zero."""
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 6)), torch.randn(64, 16)
     advantages = torch.randn(64)

@@ -68,7 +68,7 @@ def test_an_optimizer_has_the_state_and_the_options_that_it_had() -> None:
 
 
 def test_effects_in_a_step_that_runs_its_own_backward() -> None:
-    """As where the backward is not its own, whatever a scaler multiplies the loss with."""
+    """Compares effects with those of a separate backward, for any scale of the loss."""
     torch.manual_seed(0)
     net, inputs = Bare(), Bare.inputs()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -269,7 +269,7 @@ class Wrapper(torch.Tensor):
 
 
 def test_a_tensor_that_stands_for_another() -> None:
-    """Its loss is one too."""
+    """Measures a program whose loss is a wrapper, too."""
     net, x = nn.Linear(16, 16), torch.randn(4, 16)
     plain = amp_fx.accuracy(net, loss=lambda out: out.square().mean())(x)
     net.weight = nn.Parameter(Wrapper(net.weight.detach()))
@@ -367,6 +367,6 @@ def test_the_worst_gradient_is_one_that_counts() -> None:
 
 
 def test_an_output_that_is_nothing_in_the_reference() -> None:
-    """Its error is infinite, not none."""
+    """Reports an infinite error, not zero."""
     report = amp_fx.accuracy(lambda x: (x.bfloat16() - x).float())(torch.full((4,), 1.001))
     assert report.output_error == float("inf")

@@ -82,7 +82,7 @@ def test_sinks_see_the_ops_that_a_mode_sees(reentrant: bool) -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_places_of_a_step_with_a_checkpoint(reentrant: bool) -> None:
-    """The module of a backward is that of its forward, and what is computed again is told."""
+    """Reports a backward with the module of its forward, and marks recomputed ops."""
     kept = Kept(lambda event: (event.stage, event.location.module, event.name))
     observed(training_step(reentrant), kept)
     products = [row for row in kept.rows if row[2] == "addmm"]

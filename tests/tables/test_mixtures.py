@@ -63,7 +63,7 @@ def test_norms_accept_float32_weights_if_only_the_first_result_is_used() -> None
 
 
 def test_a_few_ops_measure_as_in_the_file() -> None:
-    """As the whole sweep below, in two seconds."""
+    """Measures a few ops of the sweep below, in two seconds."""
     findings = measured(["normal", "lerp", "maximum", "nn_functional_layer_norm"])
     committed = json.loads(mixtures_file(torch_version()).read_text(encoding="utf-8"))
     for kind, rows in findings.accepted().items():

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_no_more_than_compiled_torchao(name: str, recipe: str) -> None:
-    """Bytes, kernels, and what is saved for the backward, once the weights are quantized."""
+    """Compares bytes, kernels, and saved bytes after the weights are quantized."""
     counted = count(name, contenders(recipe), device="cuda", is_tiny=False)
     theirs, ours = (further for _, further in counted.values())
     kernels, most = (w.num_launches + w.num_extern for w in (ours, theirs))

@@ -105,7 +105,7 @@ def test_a_frozen_product_makes_its_low_weight_once() -> None:
 
 @pytest.mark.slow
 def test_what_ranks_send_is_that_by_hand() -> None:
-    """One of two ranks sends its halves of two weights in each of two blocks."""
+    """Counts one of two ranks, which sends its halves of two weights in each of two blocks."""
     elements = 2 * 2 * (4 * 32 * 32) // 2
     sent = {}
     for contender in (NATIVE, AMP_FX, LIMIT):
@@ -243,7 +243,7 @@ def totals_on_cuda(case: str, *, trains: bool) -> list[Totals]:
 
 @on_cuda_builds
 def test_a_weight_that_a_kernel_reads_whole_is_cast_there_in_training() -> None:
-    """Without gradients its copy is kept, which a call after a write makes by itself."""
+    """Caches the cast only without gradients, where a call after a write refreshes it."""
     weight = 256 * 256
     native, first, further = totals_on_cuda("AddsItsNorm(256, 256, False)", trains=True)
     assert first == further
@@ -256,7 +256,7 @@ def test_a_weight_that_a_kernel_reads_whole_is_cast_there_in_training() -> None:
 
 @on_cuda_builds
 def test_frozen_projections_are_one_product_on_cuda(tmp_path: Path) -> None:
-    """Three projections and two halves of the feed-forward network, in each of two blocks."""
+    """Merges three projections, and two halves of the feed-forward network, in both blocks."""
     [row] = rows(tmp_path / "out.json", "llama", "--tiny", "--mode", "inference")
     check(row)
     further, frozen = (row["totals"][f"{name}, further"] for name in (AMP_FX, FROZEN))
@@ -292,7 +292,7 @@ def test_never_more_than_native_on_cuda_in_any_case(tmp_path: Path, dtype: str) 
 def test_figures_of_another_harness_come_out(
     tmp_path: Path, case: str, native: int, limit: int
 ) -> None:
-    """In MiB, forward and backward in bfloat16 with an H200's properties, counted before."""
+    """Compares with earlier counts in MiB: forward and backward in bfloat16, for an H200."""
     [row] = rows(tmp_path / "out.json", case, "--mode", "training", "--device", "cuda")
     assert round(row["totals"][NATIVE]["num_bytes"] / 2**20) == native
     assert round(row["totals"][LIMIT]["num_bytes"] / 2**20) == limit
@@ -326,7 +326,7 @@ def test_bad_arguments(
 def test_a_worker_that_dies_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The worker prints more than a pipe holds, the figures of one contender, and an error."""
+    """Starts a worker that prints more than a pipe holds, one contender's figures, and an error."""
     counted = dict.fromkeys(("first", "further"), dict.fromkeys(COLUMNS, 1 << 20))
     program = (
         "import sys; sys.stderr.write('warning\\n' * 100_000 + 'no room left\\n');"

@@ -1,4 +1,4 @@
-"""Threads that call one compiled model while others write its weights; a wrong number exits 1.
+"""Threads that call one compiled model while others write it; exits with 1 for a wrong number.
 
 Run in a separate process, because the faults that it looks for may abort the process::
 
@@ -12,7 +12,7 @@ version of each use of a weight: the exponent of its ratio to the first version'
 of the hidden layer.
 
 A call that no write overlaps must give the newest version. One that a write overlaps may see
-any element old or new (native calls do), so that the output lies between the two.
+any element old or new (native calls do), so that the output is between the two.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ pytestmark = needs.HOOK
 
 
 class Alive:
-    """Stands for a compiled graph that uses an entry."""
+    """Placeholder of a compiled graph that uses an entry."""
 
     def evict(self) -> None:
         """Counts nothing."""
