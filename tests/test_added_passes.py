@@ -148,6 +148,49 @@ def test_equal_casts_of_different_weights_are_counted(num_layers: int) -> None:
     assert len(weight_cache.stats().values) == 2 * num_layers
 
 
+@dataclasses.dataclass(frozen=True)
+class AtenSinToCos(SinToCos):
+    """The same in a graph of AOTAutograd."""
+
+    name: ClassVar[str] = "aten_sin_to_cos"
+    error: Exception | None = None
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        if self.error is not None:
+            raise self.error
+        nodes = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.sin.default)
+        for node in nodes:
+            node.target = torch.ops.aten.cos.default
+        return PassResult(Counter(sines=len(nodes)))
+
+
+@pytest.mark.parametrize(
+    "compiler", ["aot_eager", pytest.param("inductor", marks=needs.CPP_COMPILER)]
+)
+def test_a_pass_on_graphs_of_aot_autograd(compiler: str) -> None:
+    """The tuple of the pass that it runs after decides."""
+    amp_fx.register_pass(AtenSinToCos(), after="narrow_gathers")
+    amp_fx.register_pass(SinToCos(), after="fold_casts")
+    torch.testing.assert_close(compiled(lambda x: x.sin(), compiler=compiler)(X), X.cos())
+    torch._dynamo.reset()
+    added_passes._registered.pop("sin_to_cos")
+    torch.testing.assert_close(compiled(lambda x: x.sin(), compiler=compiler)(X), X.cos())
+
+
+@pytest.mark.parametrize(
+    ("after", "before"),
+    [
+        ("fold_casts", "hoist_casts, fold_casts"),
+        ("narrow_gathers", "record_values, narrow_gathers"),
+    ],
+)
+def test_an_error_of_a_pass_names_it_and_what_ran_before(after: str, before: str) -> None:
+    amp_fx.register_pass(AtenSinToCos(ZeroDivisionError("why")), after=after)
+    expected = f"pass 'aten_sin_to_cos' failed after .*{before}: ZeroDivisionError: why"
+    with pytest.raises((PassError, BackendCompilerFailed), match=expected):
+        compiled(program, compiler="aot_eager", fallback=False)(X)
+
+
 @needs.HOOK
 def test_weight_casts_that_are_not_cached() -> None:
     linear = torch.nn.Linear(2, 2)
@@ -165,6 +208,8 @@ def test_weight_casts_that_are_not_cached() -> None:
     [
         ({"disable_passes": ["fold_cast"]}, "did you mean 'fold_casts'"),
         ({"disable_passes": ["insert_casts"]}, "would be wrong without the pass 'insert_casts'"),
+        ({"disable_passes": ["constants_to_inputs"]}, "would be wrong without"),
+        ({"disable_passes": ["copy_returned_inputs"]}, "would be wrong without"),
         ({"disable_passes": ["wrap_opaque_nodes"]}, "would be wrong without"),
         ({"disable_passes": "fold_casts"}, "not a list of names"),
         ({"passes": SinToCos()}, "not a list of passes"),

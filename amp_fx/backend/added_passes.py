@@ -120,7 +120,10 @@ def with_added(
 
 def _is_aot(entry: AddedPass) -> bool:
     """Returns True if a pass runs on graphs of AOTAutograd, after a pass that does."""
-    while entry.after in _registered:
+    seen: set[str] = set()
+    # Passes that were registered again may follow one another in a circle.
+    while entry.after in _registered and entry.after not in seen:
+        seen.add(entry.after)
         entry = _registered[entry.after]
     return any(entry.after == kind.name for kind in AOT_PASSES)
 
