@@ -65,10 +65,10 @@ class ScalerAssertionError(AmpFxError, AssertionError):
 
 
 class PolicyWarning(UserWarning):
-    """A policy may not be the intended one.
+    """A policy may not be the intended one, or does not apply.
 
-    No module or weight of the model matches a part of it, or the op lists of the installed torch
-    are not known.
+    No module or weight of the model matches a part of it, the op lists of the installed torch are
+    not known, or an op for which it differs runs eagerly or in an opaque node.
     """
 
 
