@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch.testing._internal.common_subclass import SubclassWithTensorFactory
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
@@ -154,3 +155,10 @@ def test_ops_of_a_nested_input(
         assert found.dtype == (torch.float32 if is_bare else expected.dtype)
         assert torch.equal(found.to(expected.dtype), expected)
     assert "linear" in str(amp_fx.explain(program)(nested))
+
+
+def test_a_subclass_that_creates_tensors_is_the_only_input() -> None:
+    x: Any = SubclassWithTensorFactory(torch.ones(3, 5))  # type: ignore[no-untyped-call]
+    options: dict[str, Any] = {"compiler": "aot_eager"}
+    result: Any = torch.compile(lambda x: 2 * x, backend="amp_fx", options=options)(x)
+    assert torch.equal(result.src, torch.full((3, 5), 2.0))

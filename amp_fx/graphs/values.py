@@ -141,10 +141,18 @@ def detect_fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
     """Returns the fake mode of the captured values (Dynamo's, not that of the tracing context)."""
     for node in graph.nodes:
         for tensor in tensors_in(captured_value(node)):
-            mode = getattr(tensor, "fake_mode", None)
+            mode = getattr(_inner(tensor), "fake_mode", None)
             if mode is not None:
                 return mode  # type: ignore[no-any-return]
     return None
+
+
+def _inner(tensor: Any) -> Any:
+    """Returns a tensor inside of a subclass, which is fake while the subclass is not."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor
+    names, _ = tensor.__tensor_flatten__()
+    return _inner(getattr(tensor, names[0]))
 
 
 class RejectedMixtureError(Exception):
