@@ -36,6 +36,7 @@ from amp_fx.policies.rounding import lower_rounded
 from amp_fx.progress import working
 from amp_fx.regions.state import called_without_autocast, left_on_error
 from amp_fx.torch_private.aot_autograd import make_boxed_func
+from amp_fx.torch_private.fake_tensors import detect_fake_mode
 from amp_fx.torch_private.inductor_passes import CustomGraphPass
 from amp_fx.torch_private.patches import repaired_inductor
 from amp_fx.weights.pack import CannotPackError, packing, run_fake
@@ -297,7 +298,7 @@ def plan_graphs(
         if aot.stage == "inference" and caching.is_packable and candidates.weights:
             fakes = {i: given[i] for i in candidates.weights}
             try:
-                with packing(given):
+                with packing(detect_fake_mode(given)):
                     plans.append(pack_graph(aot.copy(), options, candidates, fakes, run_fake)[1])
                 return make_boxed_func(graph.forward)
             except CannotPackError:

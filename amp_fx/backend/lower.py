@@ -27,7 +27,7 @@ from amp_fx.graphs.metadata import SITE, VALUE
 from amp_fx.passes.lay_out_convolutions import LayOutConvolutions
 from amp_fx.stats import record
 from amp_fx.torch_private.aot_autograd import keep_saved, min_cut_rematerialization_partition
-from amp_fx.torch_private.fake_tensors import FakeTensor, unset_fake_temporarily
+from amp_fx.torch_private.fake_tensors import FakeTensor, detect_fake_mode, unset_fake_temporarily
 from amp_fx.torch_private.inductor_passes import CustomPartitionerFn
 from amp_fx.torch_private.modes import no_dispatch_modes
 from amp_fx.torch_private.tracing import TracingContext
@@ -411,7 +411,7 @@ def _lower_packed(
         # the values stale.
         started = STORE.start(tuple(tensors.values()))
         aliases = constants_for(tensors)
-    with packing(graph.example_inputs), _plain_epilogues(caching.options):
+    with packing(detect_fake_mode(graph.example_inputs)), _plain_epilogues(caching.options):
         constants, planned, layout_opt = pack_graph(graph, caching.options, candidates, aliases)
         packed, values = compile_packed(
             graph.gm,

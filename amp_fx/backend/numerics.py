@@ -59,6 +59,7 @@ def uses_inductor(device_types: Collection[str], options: Options) -> bool:
     """
     if options.compiler != "inductor":
         return False
+    # Programs can rename this device, so its name is read for each graph.
     new_device = privateuse1_name()
     if new_device in device_types and not _has_code_generator(new_device):
         return False

@@ -24,6 +24,7 @@ from amp_fx.errors import AmpFxError
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.torch_private.fake_tensors import (
     FakeTensor,
+    FakeTensorMode,
     detect_fake_mode,
     unset_fake_temporarily,
     with_real_tensors,
@@ -42,7 +43,7 @@ from amp_fx.weights.prepare import Prepare, run_node
 from amp_fx.weights.template_constants import TemplateConstants
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from types import CodeType
 
     from amp_fx.weights.prepare import CachedValueSpec
@@ -236,17 +237,6 @@ def values_of(
     return [value[0] if len(value) == 1 else value for value in values]
 
 
-def _examples(values: Iterable[torch.Tensor], example_inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """Returns fake inputs for values that become inputs of a graph."""
-    fake_mode = detect_fake_mode(example_inputs)
-    return [
-        value
-        if fake_mode is None or isinstance(value, FakeTensor)
-        else fake_mode.from_tensor(value, static_shapes=True)
-        for value in values
-    ]
-
-
 def _mode_of(weights: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which new tensors are fake if a weight is fake, and real otherwise."""
     modes = [weight.fake_mode for weight in weights if isinstance(weight, FakeTensor)]
@@ -304,7 +294,14 @@ def compile_packed(
     for attribute, node in constants.copies.items():
         if attribute in gm._buffers:
             of_templates.add(gm.get_buffer(attribute), node)
-    examples = _examples(flattened(constants.values), example_inputs)
+    fake_mode = detect_fake_mode(example_inputs)
+    # The shapes of values are those of weights, which Dynamo guards.
+    examples = [
+        value
+        if fake_mode is None or isinstance(value, FakeTensor)
+        else fake_mode.from_tensor(value, static_shapes=True)
+        for value in flattened(constants.values)
+    ]
     with (
         packed_in_cache_keys(),
         chosen_templates_in(of_templates),
@@ -337,15 +334,15 @@ def compile_packed(
 
 
 @contextlib.contextmanager
-def packing(example_inputs: Sequence[Any]) -> Iterator[None]:
-    """Context in which passes pack weights, and inductor compiles code with constants."""
+def packing(fake_mode: FakeTensorMode | None) -> Iterator[None]:
+    """Context in which passes pack weights, and inductor compiles code with constants.
+
+    Args:
+        fake_mode: The mode of the graph's inputs.
+    """
     from amp_fx.torch_private.inductor import enter_freezing
 
-    with (
-        _compiling_constants(),
-        enter_freezing(),
-        with_real_tensors(detect_fake_mode(example_inputs)),
-    ):
+    with _compiling_constants(), enter_freezing(), with_real_tensors(fake_mode):
         yield
 
 

@@ -53,6 +53,7 @@ class CachedValueSpec:
 
     @functools.cached_property
     def _key(self) -> str:
+        # Positions instead of names, which differ between graphs that compute the same.
         names = {node: f"%{index}" for index, node in enumerate(self.nodes)}
         text = [_text(node, names.__getitem__) for node in self.nodes]
         outputs = [names[node] for node in self.outputs]
@@ -69,6 +70,8 @@ class CachedValueSpec:
 
     def evaluate(self, weights: Weights) -> tuple[torch.Tensor, ...]:
         """Computes the outputs one op at a time."""
+        # Intermediate results are freed after their last reader: all weights of a model in one more
+        # dtype would double its memory.
         remaining_weights = iter(weights)
         values: dict[fx.Node, Any] = {}
         for node in self.nodes:
@@ -225,6 +228,7 @@ class Prepare:
 
     def _merge(self, node: fx.Node) -> fx.Node:
         """Returns an equal existing node and erases ``node``, or returns ``node``."""
+        # Names identify the arguments, because these were merged before.
         text = _text(node, lambda n: n.name)
         if text in self._merged:
             self.graph.erase_node(node)
@@ -245,6 +249,8 @@ class Prepare:
         Results that share an op belong to one value. Shared pointwise ops and views do not count:
         separate values are more likely to be shared with other graphs.
         """
+        # A value is refreshed as a whole. Two results of one expensive op must be one value, or the
+        # op would run twice in each refresh.
         groups: list[tuple[set[fx.Node], list[fx.Node]]] = []
         for output in dict.fromkeys(outputs):
             nodes = _in_order([output])

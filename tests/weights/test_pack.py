@@ -10,6 +10,7 @@ import torch
 from amp_fx.backend.lower import AotGraph, pack_graph
 from amp_fx.backend.pipeline import packing_passes, run_passes
 from amp_fx.options import Options
+from amp_fx.torch_private.fake_tensors import detect_fake_mode
 from amp_fx.weights.cpu.few_rows import MAX_ROWS
 from amp_fx.weights.pack import CannotPackError, Constants, packing
 from tests import needs
@@ -52,7 +53,7 @@ def packed(
     run = list(passes)
     for name in skipped:  # the first of that name
         run.remove(next(each for each in run if each.name == name))
-    with packing(fakes):
+    with packing(detect_fake_mode(fakes)):
         run_passes(gm, run)
     return gm, constants
 
@@ -160,7 +161,7 @@ def test_float32_convolutions_are_refused_under_strict_numerics() -> None:
     fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     graph = AotGraph(gm, fakes, {"is_inference": True}, is_counted=False)
     options = Options.parse({"numerics": "strict"})
-    with packing(fakes), pytest.raises(CannotPackError, match="another order"):
+    with packing(detect_fake_mode(fakes)), pytest.raises(CannotPackError, match="another order"):
         pack_graph(graph, options, weights(kernel, None), {0: kernel})
 
 
@@ -170,7 +171,7 @@ def test_the_plan_has_reasons() -> None:
     fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     graph = AotGraph(gm, fakes, {"is_inference": True}, is_counted=False)
     candidates = weights(bias, WEIGHT, None)
-    with packing(fakes):
+    with packing(detect_fake_mode(fakes)):
         _, planned, _ = pack_graph(graph, Options(), candidates, {0: bias, 1: WEIGHT})
     assert dict(planned.uncached) == {"a": "kernels read it as it is"}
     assert [spec.names for spec in planned.constants] == [("b",)]
