@@ -84,33 +84,6 @@ def test_second_process_hits_and_other_decisions_miss(tmp_path: Path) -> None:
     assert second == {"plain bfloat16": HIT, "plain float16": MISS, "opaque bfloat16": HIT}
 
 
-STRIDES = """
-import sys
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-model = nn.Conv2d(6, 8, 3).to(memory_format=getattr(torch, sys.argv[1]))
-x = torch.randn(2, 6, 9, 9)
-options = {"freezing": False, "output_dtype": "autocast", "fallback": False}
-with torch.no_grad():
-    found = torch.compile(model, backend="amp_fx", options=options)(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = model(x)
-print(found.stride() == expected.stride(), found.shape)
-"""
-
-
-@pytest.mark.slow
-def test_graphs_that_differ_in_recorded_strides_have_different_keys(tmp_path: Path) -> None:
-    """Both processes hand inductor one graph: cached weights are laid out alike."""
-    env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    for layout in ("contiguous_format", "channels_last"):
-        command = [sys.executable, "-c", STRIDES, layout]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-        assert done.stdout.startswith("True"), (layout, done.stdout, done.stderr)
-
-
 def tag_of(*contexts: Any) -> str:
     config: Any = torch.compiler.config
     with contextlib.ExitStack() as stack, config.patch(cache_key_tag="mine"):
