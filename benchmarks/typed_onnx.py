@@ -263,7 +263,9 @@ def _rows(name: str) -> Iterator[dict[str, Any]]:
                 row["program"] = "" if eager is None else _difference(program, eager.float())
             by = "amp_fx, folded" if folds else "amp_fx"
             yield {"by": by, "lists": lists, "dtype": dtype_name(dtype), **row}
-        torch.onnx.export(model, inputs, dynamo=True, verbose=False, opset_version=OPSET).save(base)  # type: ignore[union-attr]
+        with torch.no_grad():  # torch.onnx cannot export the T5 encoder with gradients on
+            settings = {"dynamo": True, "verbose": False, "opset_version": OPSET}
+            torch.onnx.export(model, inputs, base, external_data=False, **settings)
         for by, (dtypes, convert) in CONVERTERS.items():
             for dtype in dtypes:
                 row = _measured(
@@ -283,7 +285,10 @@ def _settings(model: nn.Module) -> Sequence[tuple[str, bool]]:
 
 
 def _randomize(model: nn.Module) -> None:
-    """Gives batch norms statistics, and scales that are zero other numbers."""
+    """Gives batch norms statistics, and weights that are zero other numbers."""
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and not parameter.any():
+            nn.init.normal_(parameter, std=0.02)
     for module in model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             assert module.running_mean is not None

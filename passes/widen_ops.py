@@ -1,6 +1,7 @@
 """Computes ops in float32 and rounds the result if a runtime rejects low-precision inputs.
 
-Also casts the inputs of ops with a wider ``dtype``, which exporters apply to the rounded result.
+Also casts the inputs of ops with a wider ``dtype``, which exporters apply to the rounded result,
+and lists of tensors of different dtypes, such as those of ``cat``.
 
 Before (PyTorch's kernels accept inputs of mixed dtypes; ONNX requires one type):
     %y         = aten.layer_norm(%x, [64], %weight, %bias)          # bfloat16, float32, float32
@@ -86,7 +87,7 @@ class WidenOps:
         inputs = {t.dtype for source in node.all_input_nodes for t in _floating(source)}
         if not any(map(is_low, inputs)):
             return False
-        if not inputs.isdisjoint(self.dtypes) or _has_wider_dtype(node):
+        if not inputs.isdisjoint(self.dtypes) or _has_wider_dtype(node) or _has_mixed_list(node):
             return True
         is_accepted = self.accepts_mixed_batch_norms and node.target in _BATCH_NORMS
         return _narrows(node, inputs) and not is_accepted
@@ -122,6 +123,15 @@ def _has_wider_dtype(node: fx.Node) -> bool:
 
 def _floating(node: fx.Node) -> list[torch.Tensor]:
     return [t for t in tensors_in(value_of(node)) if t.is_floating_point()]
+
+
+def _has_mixed_list(node: fx.Node) -> bool:
+    """Returns True if tensors of a list have different dtypes, which exporters do not cast."""
+    lists = [arg for arg in node.args if isinstance(arg, (list, tuple))]
+    return any(
+        len({t.dtype for item in items if isinstance(item, fx.Node) for t in _floating(item)}) > 1
+        for items in lists
+    )
 
 
 def _narrows(node: fx.Node, inputs: set[torch.dtype]) -> bool:

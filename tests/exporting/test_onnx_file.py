@@ -178,6 +178,25 @@ def test_a_wider_dtype_is_a_cast_before_the_op(
     torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("op", [torch.cat, torch.stack])
+@pytest.mark.parametrize("device_type", DEVICES)
+def test_lists_of_different_dtypes(device_type: str, op: Any, tmp_path: Path) -> None:
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            result: Tensor = op([y, self.norm(y), x])
+            return result
+
+    model, x = Joined().eval(), torch.randn(2, 8)
+    program = amp_fx.export(model, (x,), device_type=device_type, dtype=torch.float16)
+    [found] = onnx_nodes.run(written(program, tmp_path), x)
+    torch.testing.assert_close(found, program.module()(x), rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("device_type", DEVICES)
 def test_a_policy_with_float32_results(device_type: str, tmp_path: Path) -> None:
     model, x = mlp(), torch.randn(4, 64)
