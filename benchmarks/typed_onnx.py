@@ -313,7 +313,8 @@ def _ours(
 ) -> Tensor:
     program = amp_fx.export(model, inputs, device_type=lists, dtype=dtype, fold_batch_norm=folds)
     amp_fx.to_onnx(program, path, target="tensorrt")
-    result: Tensor = program.module()(*inputs)
+    with torch.no_grad():  # attention has another kernel if its mask requires gradients
+        result: Tensor = program.module()(*inputs)
     return result
 
 
