@@ -264,7 +264,7 @@ def _rows(name: str) -> Iterator[dict[str, Any]]:
             by = "amp_fx, folded" if folds else "amp_fx"
             yield {"by": by, "lists": lists, "dtype": dtype_name(dtype), **row}
         with torch.no_grad():  # torch.onnx cannot export the T5 encoder with gradients on
-            settings = {"dynamo": True, "verbose": False, "opset_version": OPSET}
+            settings: dict[str, Any] = {"dynamo": True, "verbose": False, "opset_version": OPSET}
             torch.onnx.export(model, inputs, base, external_data=False, **settings)
         for by, (dtypes, convert) in CONVERTERS.items():
             for dtype in dtypes:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import Counter
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import fx
@@ -61,11 +61,13 @@ class WidenOps:
             other low dtypes are widened if they mix them with float32 and return a low result.
         accepts_mixed_batch_norms: Whether the runtime has batch norms of low inputs with float32
             statistics, as ONNX has since opset 15.
+        without_bfloat16: Packets of ops that the runtime has for float16 and not for bfloat16.
     """
 
     name: ClassVar[str] = "widen_ops"
     dtypes: tuple[torch.dtype, ...] = ()
     accepts_mixed_batch_norms: bool = False
+    without_bfloat16: tuple[Any, ...] = ()
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``ops_widened``, also in bodies of ``cond``."""
@@ -88,6 +90,9 @@ class WidenOps:
         if not any(map(is_low, inputs)):
             return False
         if not inputs.isdisjoint(self.dtypes) or _has_wider_dtype(node) or _has_mixed_list(node):
+            return True
+        packet = getattr(node.target, "overloadpacket", None)
+        if torch.bfloat16 in inputs and packet in self.without_bfloat16:
             return True
         is_accepted = self.accepts_mixed_batch_norms and node.target in _BATCH_NORMS
         return _narrows(node, inputs) and not is_accepted

@@ -54,11 +54,13 @@ class OnnxRuntime:
         without_kernels: The low dtypes for which the runtime has no kernels. Ops on them compute in
             float32 and round their results.
         accepts_mixed_batch_norms: Whether batch norms of low inputs with float32 statistics run.
+        without_bfloat16: Packets of ops that have no bfloat16 in this opset.
     """
 
     opset: int
     without_kernels: tuple[torch.dtype, ...] = ()
     accepts_mixed_batch_norms: bool = False
+    without_bfloat16: tuple[Any, ...] = ()
 
 
 TARGETS: Mapping[str, OnnxRuntime] = {
@@ -66,7 +68,12 @@ TARGETS: Mapping[str, OnnxRuntime] = {
     "onnxruntime": OnnxRuntime(opset=20, without_kernels=(torch.bfloat16,)),
     # Convolutions take bfloat16 since opset 22. The parser computes scale and shift of a batch norm
     # in float32.
-    "tensorrt": OnnxRuntime(opset=22, accepts_mixed_batch_norms=True),
+    # TopK has it since opset 24.
+    "tensorrt": OnnxRuntime(
+        opset=22,
+        accepts_mixed_batch_norms=True,
+        without_bfloat16=(torch.ops.aten.topk, torch.ops.aten.sort, torch.ops.aten.argsort),
+    ),
 }
 
 
@@ -154,7 +161,9 @@ def _in_form(exported: ExportedProgram, target: OnnxRuntime) -> ExportedProgram:
         gm = copied_graph(exported)
         passes = (
             OpenFloat32Products(),
-            WidenOps(target.without_kernels, target.accepts_mixed_batch_norms),
+            WidenOps(
+                target.without_kernels, target.accepts_mixed_batch_norms, target.without_bfloat16
+            ),
         )
         run_passes(gm, passes, check=False)
     for graph in graphs_in(gm):

@@ -178,6 +178,14 @@ def test_a_wider_dtype_is_a_cast_before_the_op(
     torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", LOW)
+def test_ops_that_have_no_bfloat16_in_onnx(dtype: torch.dtype, tmp_path: Path) -> None:
+    model, x = Wider(lambda y: torch.topk(y, 3)[0] + torch.sort(y)[0][..., :3]), torch.randn(4, 8)
+    program = amp_fx.export(model, (x,), dtype=dtype)
+    [found] = onnx_nodes.run(written(program, tmp_path), x)
+    torch.testing.assert_close(found, program.module()(x), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("op", [torch.cat, torch.stack])
 @pytest.mark.parametrize("device_type", DEVICES)
 def test_lists_of_different_dtypes(device_type: str, op: Any, tmp_path: Path) -> None:
