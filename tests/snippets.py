@@ -28,12 +28,12 @@ def run_all(programs: list[list[str]], *, uses_inductor: bool) -> None:
     import torch
 
     from amp_fx import weight_cache
-    from amp_fx.backend import caching, inner
+    from amp_fx.backend import compilers, lower
 
     gc.freeze()  # as in tests/conftest.py
     gc.set_threshold(20_000, 20, 20)
     if not uses_inductor:
-        for module in (inner, caching):
+        for module in (compilers, lower):
             setattr(module, "uses_inductor", lambda *_: False)  # noqa: B010
     for path, *arguments in programs:
         torch._dynamo.reset()

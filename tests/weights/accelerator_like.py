@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from amp_fx.backend import caching
+from amp_fx.backend import lower
 from amp_fx.weights import call, keep
 from amp_fx.weights.store import STORE
 from amp_fx.weights.streams import StreamOrder
@@ -97,7 +97,7 @@ def accelerator_like(patch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
     def hold(tensor: torch.Tensor, stream: Stream) -> None:
         pretended.held.add((address_of(tensor), stream.stream_id))
 
-    patch.setattr(caching, "ACCELERATORS", ("cpu",))
+    patch.setattr(lower, "ACCELERATORS", ("cpu",))
     patch.setattr(call, "engine", _WithoutHostSamples)
     for module in (call, keep):
         patch.setattr(module, "accelerator_devices", lambda _: (CPU,))

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from amp_fx import weight_cache
-from amp_fx.backend import caching
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
+from amp_fx.backend.lower import may_pack
 from amp_fx.options import Options
 from amp_fx.weights import write_signals
+from amp_fx.weights.inputs import Inputs
 from amp_fx.weights.store import STORE
 from tests import needs
 from tests.weights.accelerator_like import Accelerator, accelerator_like
@@ -65,6 +66,11 @@ def plain_values() -> list[CacheEntry]:
 # -------------------------------------------------------------------------------- where and when
 
 
+def graph_inputs(*tensors: torch.Tensor) -> Inputs:
+    """Returns the inputs of a graph that has no weights."""
+    return Inputs((), dict(enumerate(tensors)), (), frozenset())
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("options", "is_frozen"),
@@ -81,14 +87,14 @@ def plain_values() -> list[CacheEntry]:
 def test_it_is_frozen_where_that_is_asked_for(options: dict[str, Any], is_frozen: bool) -> None:
     wanted = {"freezing": True, **options}
     parsed = Options.parse({name: v for name, v in wanted.items() if v is not None}, None)
-    assert caching.may_pack(parsed, [inputs()]) == is_frozen
+    assert may_pack(parsed, graph_inputs(inputs())) == is_frozen
 
 
 @needs.FROZEN_GRAPHS
 def test_the_switch_of_inductor_asks_for_it() -> None:
     with torch.no_grad(), torch._inductor.config.patch(freezing=True):
-        assert caching.may_pack(Options.parse({}, None), [inputs()])
-        assert not caching.may_pack(Options.parse({"freezing": False}, None), [inputs()])
+        assert may_pack(Options.parse({}, None), graph_inputs(inputs()))
+        assert not may_pack(Options.parse({"freezing": False}, None), graph_inputs(inputs()))
 
 
 @needs.FROZEN_GRAPHS
@@ -98,11 +104,11 @@ def test_graphs_on_several_devices_are_not_frozen(monkeypatch: pytest.MonkeyPatc
     tensors = {d: torch.ones(2, device=d) for d in ("cpu", "meta")}
     number = torch.ones(())
     with torch.no_grad():
-        assert caching.may_pack(options, [tensors["cpu"], number])
-        assert not caching.may_pack(options, list(tensors.values()))
-    assert caching._device_type_of([tensors["meta"], number]) == "meta"
-    assert caching._device_type_of([number]) == "cpu"
-    assert caching._device_type_of(list(tensors.values())) is None
+        assert may_pack(options, graph_inputs(tensors["cpu"], number))
+        assert not may_pack(options, graph_inputs(*tensors.values()))
+    assert graph_inputs(tensors["meta"], number).device_type == "meta"
+    assert graph_inputs(number).device_type == "cpu"
+    assert graph_inputs(*tensors.values()).device_type is None
 
 
 # ---------------------------------------------------------------------------------------- writes
