@@ -166,10 +166,6 @@ class Options:
         """True if ops run in ATen's kernels where generated code gives other bits."""
         return self.numerics == "eager"
 
-    def with_inductor(self, more: Mapping[str, Any]) -> Options:
-        """Returns a copy with more options of inductor, which other compilers ignore."""
-        return dataclasses.replace(self, inductor=(*self.inductor, *more.items()))
-
 
 def to_dtype(name: str, value: object) -> torch.dtype:
     """Converts the value of an option to a dtype.

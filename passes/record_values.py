@@ -23,6 +23,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from amp_fx.graphs.bodies import graph_modules_in
 from amp_fx.graphs.conditions import VALUES_KNOWN
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.passes.base import PassResult
@@ -44,7 +45,7 @@ class RecordValues:
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``values_recorded``."""
         counts: Counter[str] = Counter()
-        for module in [each for each in gm.modules() if isinstance(each, fx.GraphModule)]:
+        for module in graph_modules_in(gm):
             for node in module.graph.nodes:
                 if node.op == "call_function" and not VALUE.is_on(node):
                     _record(module, node)

@@ -294,17 +294,17 @@ def plan_graphs(
 
     def plan_graph(graph: fx.GraphModule, given: Sequence[Any], **kwargs: Any) -> Any:
         aot = AotGraph(graph, given, kwargs, is_counted=False)
-        candidates = caching.in_graph(aot)
-        if aot.stage == "inference" and caching.is_packable and candidates.weights:
-            fakes = {i: given[i] for i in candidates.weights}
+        packable = caching.to_pack(aot)
+        if packable is not None:
+            fakes = {i: given[i] for i in packable.weights}
             try:
                 with packing(detect_fake_mode(given)):
-                    plans.append(pack_graph(aot.copy(), options, candidates, fakes, run_fake)[1])
+                    plans.append(pack_graph(aot.copy(), options, packable, fakes, run_fake)[1])
                 return make_boxed_func(graph.forward)
             except CannotPackError:
                 pass
         if aot.stage != "backward":
-            plans.append(rewrite_graph(aot.copy(), options, caching.in_graph(aot, packs=False)))
+            plans.append(rewrite_graph(aot.copy(), options, caching.in_graph(aot)))
         return make_boxed_func(graph.forward)
 
     with without_autograd_cache(), caching.partitioning():

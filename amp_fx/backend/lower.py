@@ -31,7 +31,7 @@ from amp_fx.torch_private.fake_tensors import FakeTensor, detect_fake_mode, unse
 from amp_fx.torch_private.inductor_passes import CustomPartitionerFn
 from amp_fx.torch_private.modes import no_dispatch_modes
 from amp_fx.torch_private.tracing import TracingContext
-from amp_fx.weights.aliases import computed_outputs, saved_inputs, written_inputs
+from amp_fx.weights.aliases import computed_outputs, escaping, saved_inputs, written_inputs
 from amp_fx.weights.cache_entry import computing_values
 from amp_fx.weights.call import CachedCall, verify_level
 from amp_fx.weights.checked_calls import checked_backward, checked_results
@@ -118,20 +118,26 @@ class Caching:
         _remove_outputs(forward, num_fwd_outputs, num_outputs)
         return forward, backward
 
-    def in_graph(self, graph: AotGraph, *, packs: bool | None = None) -> Candidates:
+    def in_graph(self, graph: AotGraph, *, is_packed: bool = False) -> Candidates:
         """Returns the weights that a graph may cache, by their positions in it.
 
         Args:
             graph: A forward graph.
-            packs: Whether weights become constants; None means if they may.
+            is_packed: Whether weights become constants.
         """
-        # A graph with gradients cannot be packed: its backward reads the plain weight.
-        is_inference = graph.stage == "inference"
-        is_packed = is_inference and self.is_packable if packs is None else packs
-        placeholders = graph.gm.graph.find_nodes(op="placeholder")
         return self.candidates.in_graph(
-            placeholders, is_inference=is_inference, is_packed=is_packed
+            graph.gm.graph.find_nodes(op="placeholder"),
+            is_inference=graph.stage == "inference",
+            is_packed=is_packed,
         )
+
+    def to_pack(self, graph: AotGraph) -> Candidates | None:
+        """Returns the weights of a graph that may become constants; None if there are none."""
+        # A graph with gradients cannot be packed: its backward reads the plain weight.
+        if not self.is_packable or graph.stage != "inference":
+            return None
+        candidates = self.in_graph(graph, is_packed=True)
+        return candidates if candidates.weights else None
 
     def call(self, *args: Any, **code: Any) -> CachedCall:
         """Returns compiled code that is called with cached values, and counts its casts."""
@@ -281,22 +287,24 @@ def lower_graph(
         compiled = compile_graph(gm, example_inputs, **kwargs)
         return checked_backward(compiled, caching.owner) if is_checking() else compiled
     # Before the passes, which may remove the copies that this checks for.
-    returned = computed_outputs(gm, graph.num_returned)
+    returned = computed_outputs(gm, graph.num_returned) if is_checking() else None
+    packable = caching.to_pack(graph)
     has_data = not any(type(w.tensor) is FakeTensor for w in caching.candidates.weights.values())
+    call = None
     # Packing computes values while it rewrites, which takes data. Weights are fake if Dynamo's
     # ``DDPOptimizer`` splits a graph into parts.
-    call = None
-    if caching.is_packable and graph.stage == "inference" and has_data:
+    if packable is not None and has_data:
         try:
             # Of a copy: whether a graph can be packed is known after its code was generated.
-            call = _lower_packed(graph.copy(), caching, compile_graph)
+            call = _lower_packed(graph.copy(), caching, packable, compile_graph)
         except CannotPackError as error:
             log.debug("not packed: %s", error)
             _forget_output_strides()
     if call is None:
         call = _lower_split(graph, caching, compile_graph)
-    is_cached = isinstance(call, CachedCall)
-    return checked_results(call, returned) if is_cached and is_checking() else call
+    if returned is not None and isinstance(call, CachedCall):
+        return checked_results(call, returned)
+    return call
 
 
 def rewrite_graph(
@@ -360,7 +368,8 @@ def pack_graph(
     gm = graph.gm
     placeholders, written = gm.graph.find_nodes(op="placeholder"), written_inputs(gm)
     weights = {i: weight for i, weight in weights.items() if placeholders[i] not in written}
-    uncached = {**candidates.rejected, **why_uncached(gm, candidates, graph.num_returned)}
+    escaped = escaping(gm, graph.num_returned)
+    uncached = why_uncached(placeholders, candidates, written, escaped)
     is_channels_last = bool(GraphLowering.decide_layout_opt(gm, is_inference=True))
     constants = Constants({i: weight.name for i, weight in candidates.weights.items()}, run)
     steps = packing_passes(
@@ -381,7 +390,7 @@ def pack_graph(
 def _lower_split(graph: AotGraph, caching: Caching, compile_graph: Callable[..., Any]) -> Any:
     """Compiles a graph whose cached values are inputs."""
     gm, num_returned = graph.gm, graph.num_returned
-    planned = rewrite_graph(graph, caching.options, caching.in_graph(graph, packs=False))
+    planned = rewrite_graph(graph, caching.options, caching.in_graph(graph))
     if not planned.values:
         return compile_graph(gm, graph.example_inputs, **graph.kwargs)
     if graph.stage == "forward":
@@ -395,16 +404,9 @@ def _lower_split(graph: AotGraph, caching: Caching, compile_graph: Callable[...,
 
 
 def _lower_packed(
-    graph: AotGraph, caching: Caching, compile_graph: Callable[..., Any]
-) -> CachedCall | None:
-    """Compiles a graph whose packed weights are constants; other values are inputs.
-
-    Returns:
-        The compiled graph; None if it has no weights whose values can be cached.
-    """
-    candidates = caching.in_graph(graph)
-    if not candidates.weights:
-        return None
+    graph: AotGraph, caching: Caching, candidates: Candidates, compile_graph: Callable[..., Any]
+) -> CachedCall:
+    """Compiles a graph whose packed weights are constants; other values are inputs."""
     tensors = {i: weight.tensor for i, weight in candidates.weights.items()}
     with unset_fake_temporarily():
         # The state of the weights is recorded before values are computed: a write in between makes

@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 
 from amp_fx.devices.low_dtypes import has_product_kernels
 from amp_fx.errors import AmpFxError, PassError
+from amp_fx.graphs.bodies import graph_modules_in, graphs_in
 from amp_fx.graphs.conditions import check_graph
 from amp_fx.passes.base import PassReport
 from amp_fx.passes.block_few_rows import BlockFewRows
@@ -342,7 +343,7 @@ def run_passes(
     # Once, at the end: no pass runs the code of a graph, and generating it takes long for large
     # graphs.
     if any(report.counts for report in reports):
-        for module in _graph_modules(gm):
+        for module in graph_modules_in(gm):
             module.recompile()
     return reports
 
@@ -371,14 +372,9 @@ def _check_conditions(gm: fx.GraphModule, current: Pass, what: str) -> None:
             raise _ConditionError(f"it {what} that {condition.text}, and {node} does not")
 
 
-def _graph_modules(gm: fx.GraphModule) -> list[fx.GraphModule]:
-    """Returns a graph and the bodies of its higher-order ops."""
-    return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
-
-
 def _lint(gm: fx.GraphModule) -> None:
-    for module in _graph_modules(gm):
-        module.graph.lint()
+    for graph in graphs_in(gm):
+        graph.lint()
 
 
 def _log_pass(gm: fx.GraphModule, report: PassReport) -> None:

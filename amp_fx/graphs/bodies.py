@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 def graphs_in(gm: fx.GraphModule) -> list[fx.Graph]:
     """Returns the graph of a module and the graphs of all bodies inside it."""
-    return [m.graph for m in gm.modules() if isinstance(m, fx.GraphModule)]
+    return [module.graph for module in graph_modules_in(gm)]
+
+
+def graph_modules_in(gm: fx.GraphModule) -> list[fx.GraphModule]:
+    """Returns a graph module and those of all bodies inside it."""
+    return [module for module in gm.modules() if isinstance(module, fx.GraphModule)]
 
 
 def enters_regions(gm: fx.GraphModule) -> bool:

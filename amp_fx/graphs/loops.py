@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import fx
 
-from amp_fx.graphs.bodies import bodies_of, graphs_in
+from amp_fx.graphs.bodies import bodies_of, graph_modules_in, graphs_in
 from amp_fx.graphs.metadata import CAPTURED, provenance
 from amp_fx.graphs.values import (
     captured_dtype,
@@ -111,7 +111,7 @@ def restore_bodies(gm: fx.GraphModule) -> None:
     """
     for graph in graphs_in(gm):
         remember_captured(graph)
-    for module in [m for m in gm.modules() if isinstance(m, fx.GraphModule)]:
+    for module in graph_modules_in(gm):
         for node in module.graph.nodes:
             if is_loop(node):
                 for index, state in enumerate(states_of(node)):

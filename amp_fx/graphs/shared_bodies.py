@@ -19,6 +19,7 @@ from amp_fx.graphs.bodies import (
     bodies_of,
     body_nodes,
     copy_graph_module,
+    graph_modules_in,
     graphs_in,
     has_shared_bodies,
     operands_of,
@@ -188,9 +189,8 @@ def inline_shared_bodies(gm: fx.GraphModule, *, called_once: bool = False) -> No
     """
     if has_shared_bodies(gm):
         (inline_single_use_invoke_subgraph if called_once else inline_invoke_subgraph)(gm)
-        for module in gm.modules():
-            if isinstance(module, fx.GraphModule):
-                module.recompile()
+        for module in graph_modules_in(gm):
+            module.recompile()
 
 
 def _operand_key(value: Any) -> object:

@@ -18,7 +18,7 @@ from amp_fx.backend.entry import called_in
 from amp_fx.backend.rewrite import Reporting, rewrite
 from amp_fx.errors import UnsupportedError
 from amp_fx.explanation.running import optimized
-from amp_fx.graphs.bodies import graphs_in, with_attributes_as_inputs
+from amp_fx.graphs.bodies import graph_modules_in, graphs_in, with_attributes_as_inputs
 from amp_fx.graphs.locations import is_library, lines_of, location_of
 from amp_fx.graphs.metadata import DECISIONS
 from amp_fx.numerics.float8_products import Float8Twin
@@ -78,9 +78,8 @@ class CompiledStep:
         found = rewrite(gm, inputs, self._options, Reporting())
         for graph in graphs_in(found.gm):
             self._tell_places(graph, found.frame)
-        for inner in found.gm.modules():
-            if isinstance(inner, fx.GraphModule):
-                inner.recompile()
+        for module in graph_modules_in(found.gm):
+            module.recompile()
         run = called_in(lambda: self.recorder, lambda *args: found.gm(*args, *attributes))
         return called_in(no_autocast, run)
 

@@ -71,11 +71,6 @@ class Inputs:
         )
 
     @property
-    def has_backward(self) -> bool:
-        """True if a call now records gradients of an input."""
-        return torch.is_grad_enabled() and bool(self.trained)
-
-    @property
     def device_types(self) -> set[str]:
         """The types of the devices of all tensors."""
         return {tensor.device.type for tensor in self.tensors.values()}

@@ -23,7 +23,7 @@ from amp_fx.weights.inputs import WRITTEN
 from amp_fx.weights.prepare import Prepare
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from amp_fx.weights.inputs import Candidates
     from amp_fx.weights.prepare import CachedValueSpec
@@ -86,18 +86,17 @@ def plan(gm: fx.GraphModule, candidates: Candidates, num_returned: int) -> Cache
     names = {i: weight.name for i, weight in candidates.weights.items()}
     prepare = Prepare(names)
     # A value of a weight that the graph itself writes would be stale after every call.
-    written = written_inputs(gm)
+    written, escaped = written_inputs(gm), escaping(gm, num_returned)
     sources = {
         placeholders[i]: prepare.weight(i, VALUE.of(placeholders[i]))
         for i in names
         if placeholders[i] not in written
     }
     # The caller may write to what it gets. A weight that is returned as it is stays the caller's.
-    returned = escaping(gm, num_returned) - set(placeholders)
-    copies = copy_prepared(gm, sources, prepare, skipped=returned)
+    copies = copy_prepared(gm, sources, prepare, skipped=escaped - set(placeholders))
     nodes = {n: copies[n] for n in values_read(copies, prepare, sources, has_views=False)}
     specs = prepare.specs(nodes.values())
-    uncached = {**candidates.rejected, **why_uncached(gm, candidates, num_returned)}
+    uncached = why_uncached(placeholders, candidates, written, escaped)
     # Aliases alone cache nothing: the graph then reads the weights themselves, and is not changed.
     if not nodes:
         return CachePlan(passed=tuple(range(len(placeholders))), uncached=uncached)
@@ -111,15 +110,26 @@ def plan(gm: fx.GraphModule, candidates: Candidates, num_returned: int) -> Cache
     )
 
 
-def why_uncached(gm: fx.GraphModule, candidates: Candidates, num_returned: int) -> dict[str, str]:
-    """Returns for each weight the reason that would hold if none of its values were cached."""
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    written, returned = written_inputs(gm), escaping(gm, num_returned)
+def why_uncached(
+    placeholders: Sequence[fx.Node],
+    candidates: Candidates,
+    written: Collection[fx.Node],
+    returned: Collection[fx.Node],
+) -> dict[str, str]:
+    """Returns for each weight the reason that would hold if none of its values were cached.
+
+    Args:
+        placeholders: The inputs of the graph.
+        candidates: Its weights, by position, and those that were rejected.
+        written: The inputs that the graph writes.
+        returned: The nodes whose results escape to the caller.
+    """
     names = {placeholders[i]: weight.name for i, weight in candidates.weights.items()}
-    return {
+    reasons = {
         name: WRITTEN if node in written else _why(node, names, returned)
         for node, name in names.items()
     }
+    return {**candidates.rejected, **reasons}
 
 
 def _why(weight: fx.Node, weights: Collection[fx.Node], returned: Collection[fx.Node]) -> str:
