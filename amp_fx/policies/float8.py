@@ -242,9 +242,14 @@ def _float8_product(
     has_rows_of_outputs: bool,
 ) -> torch.Tensor:
     weights = data, factors, data_back, factors_back, has_rows_of_outputs
-    skip_frames_of(_Float8Product, _float8_product)
+    skip_frames_of(_Float8Product, *_KERNELS)
     result: torch.Tensor = _Float8Product.apply(x, weight, recipe, *weights)  # type: ignore[no-untyped-call]
     return result
+
+
+# Every function that the backward calls: Dynamo would compile the others as bare regions, whose
+# rounding differs.
+_KERNELS = (_float8_product, _scaled_product, _weight_grad, _as_rows, _pad_rows, quantize)
 
 
 _library = torch.library.Library("amp_fx", "FRAGMENT")  # type: ignore[no-untyped-call]
