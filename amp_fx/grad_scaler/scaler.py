@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,7 +23,12 @@ from amp_fx.grad_scaler.gradients import (
 from amp_fx.grad_scaler.reports import ParameterNames, StepReport, count_overflows, listing
 from amp_fx.grad_scaler.scale_bound import ScaleBound
 from amp_fx.grad_scaler.scale_update import ScaleState, updated
-from amp_fx.torch_private.optimizers import restored_on_error, states_with_momentum
+from amp_fx.torch_private.optimizers import (
+    is_fused,
+    is_step_observed,
+    restored_on_error,
+    states_with_momentum,
+)
 from amp_fx.torch_private.pytree import tree_map
 
 if TYPE_CHECKING:
@@ -52,7 +58,9 @@ class GradScaler(torch.amp.GradScaler):
 
     Differences from `torch.amp.GradScaler`:
 
-    * `last_step` and error messages name the parameters that overflowed.
+    * `last_step`, `last_step_of` and error messages name the parameters that overflowed.
+    * A skipped step is never called if a hook or a wrapper of the optimizer's `step` would see it,
+      as that of Accelerate. torch's calls a fused optimizer's step also after an overflow.
     * The scale does not shrink below `min_scale`; torch's scale may reach 0.
     * Detects gradients that overflow when they are unscaled by a scale below 1.
     * A step without gradients calls the optimizer and does not change the scale; torch's asserts.
@@ -88,7 +96,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     last_step: StepReport | None = None
-    """Report on the latest step; None before the first step and for a disabled scaler."""
+    """Report on the latest step of any optimizer; None before the first step and if disabled."""
 
     def __init__(
         self,
@@ -128,6 +136,7 @@ class GradScaler(torch.amp.GradScaler):
         self._bound = ScaleBound(vars(self).get("_init_scale", 1.0))  # unset if disabled
         self._names = ParameterNames()
         self._reports: list[StepReport] = []
+        self._last_steps: WeakKeyDictionary[Any, StepReport] = WeakKeyDictionary()
         self._unfinished: list[dict[str, Any]] = []
 
     def __repr__(self) -> str:
@@ -149,6 +158,19 @@ class GradScaler(torch.amp.GradScaler):
             ArgumentTypeError: An item is not such a pair.
         """
         self._names.add(named_parameters)
+
+    def last_step_of(self, optimizer: torch.optim.Optimizer) -> StepReport:
+        """Returns the report on an optimizer's latest step, for loops with several optimizers.
+
+        An optimizer that was not stepped, and one of a disabled scaler, has skipped nothing::
+
+            if not scaler.last_step_of(scheduler.optimizer).skipped:
+                scheduler.step()
+
+        Args:
+            optimizer: The optimizer, as it was passed to `step`.
+        """
+        return self._last_steps.get(optimizer) or StepReport()
 
     def scale(self, outputs: Outputs) -> Outputs:
         """Multiplies outputs by the scale.
@@ -213,9 +235,10 @@ class GradScaler(torch.amp.GradScaler):
         """Steps the optimizer unless its gradients overflowed; unscales them first if necessary.
 
         Fused optimizers unscale and skip in their kernels. For other optimizers, the host waits for
-        the check. The host also waits for the first step of fused SGD with momentum: torch
-        allocates the momentum buffers without initializing them, and a skipped step does not write
-        them, so they are dropped.
+        the check. It also waits if a fused optimizer has hooks, or a library has wrapped its
+        `step`, because a skipped step must not call them; and for the first step of fused SGD with
+        momentum: torch allocates the momentum buffers without initializing them, and a skipped step
+        does not write them, so they are dropped.
 
         Args:
             optimizer: The optimizer to step, once per update.
@@ -252,7 +275,12 @@ class GradScaler(torch.amp.GradScaler):
         had_momentum = set(map(id, states_with_momentum(optimizer)))
         try:
             with restored_on_error(optimizer):
-                result = super().step(optimizer, *args, **kwargs)
+                is_visible = is_fused(optimizer) and is_step_observed(optimizer)
+                if is_visible and self._overflowed(optimizer):
+                    self._per_optimizer_states[id(optimizer)]["stage"] = OptState.STEPPED
+                    result = None
+                else:
+                    result = super().step(optimizer, *args, **kwargs)
         finally:
             state = self._per_optimizer_states.get(id(optimizer), {})
             if state:
@@ -262,7 +290,7 @@ class GradScaler(torch.amp.GradScaler):
             if new and report.skipped:
                 for buffers in new:
                     del buffers["momentum_buffer"]
-        self.last_step = report
+        self.last_step = self._last_steps[optimizer] = report
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -364,7 +392,9 @@ class GradScaler(torch.amp.GradScaler):
         if self._num_overflows is not None:
             state["_init_num_overflows"] = int(self._num_overflows.item())
             state["_num_overflows"] = None
-        for name in ("_bound", "_names", "_reports", "_unfinished", "last_step"):
+        for name in (
+            "_bound", "_last_steps", "_names", "_reports", "_unfinished", "last_step",
+        ):  # fmt: skip
             state.pop(name, None)
         return state
 
@@ -372,6 +402,14 @@ class GradScaler(torch.amp.GradScaler):
         """Restores settings, scale and counters."""
         super().__setstate__(state)
         self._start()
+
+    def _overflowed(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Waits for the check of an optimizer's gradients, and checks them if necessary."""
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.READY:
+            self._check_scale_growth_tracker("step")
+            self._check_inf_per_device(optimizer)
+        return bool(state["report"].skipped)
 
     def _forget_overflows(self, scale: float) -> None:
         """Resets the bound and the overflow count after the scale was set."""

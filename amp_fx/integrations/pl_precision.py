@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import functools
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
@@ -10,13 +11,17 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from amp_fx.grad_scaler import GradScaler
 from amp_fx.integrations.blocks import compile_blocks, compile_kwargs
 
+if TYPE_CHECKING:
+    import lightning
+
 
 class LightningPrecision(MixedPrecision):
     """Lightning's mixed precision, with submodules compiled by amp_fx.
 
     Lightning calls steps instead of ``forward``. The submodules of a ``LightningModule`` are
     therefore compiled in place, and the step runs eagerly in Lightning's region. float16 uses
-    ``amp_fx.GradScaler``::
+    ``amp_fx.GradScaler``. If the scaler skips the step of an optimizer, its schedulers with
+    ``interval="step"`` do not advance either; with Lightning's own precision they do::
 
         trainer = lightning.Trainer(plugins=[LightningPrecision("bf16-mixed")])
 
@@ -47,8 +52,31 @@ class LightningPrecision(MixedPrecision):
         self.compiled: list[str] = []
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Compiles the submodules of a module."""
+        """Compiles the submodules of a module, and lets schedulers follow the scaler."""
+        if isinstance(self.scaler, GradScaler):
+            _skip_schedulers(module, self.scaler)
         for name, child in module.named_children():
             paths = compile_blocks(child, **self._kwargs)
             self.compiled += [f"{name}.{path}" if path else name for path in paths]
         return module
+
+
+def _skip_schedulers(module: Any, scaler: GradScaler) -> None:
+    """Wraps the hook ``lr_scheduler_step`` of a module, which steps one scheduler.
+
+    Schedulers of epochs and those of a metric advance: they do not count the optimizer's steps.
+    """
+    step_scheduler = module.lr_scheduler_step
+
+    @functools.wraps(step_scheduler)
+    def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
+        follows = metric is None and _counts_steps(module.trainer, scheduler)
+        if not (follows and scaler.last_step_of(scheduler.optimizer).skipped):
+            step_scheduler(scheduler, metric)
+
+    module.lr_scheduler_step = lr_scheduler_step
+
+
+def _counts_steps(trainer: lightning.Trainer, scheduler: Any) -> bool:
+    configs = trainer.lr_scheduler_configs
+    return any(each.scheduler is scheduler and each.interval == "step" for each in configs)

@@ -51,6 +51,29 @@ def restored_on_error(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         raise
 
 
+def is_fused(optimizer: Any) -> bool:
+    """Returns True if ``GradScaler.step`` lets the optimizer's kernels skip the step.
+
+    Relies on ``GradScaler.step`` reading ``_step_supports_amp_scaling`` of the optimizer.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def is_step_observed(optimizer: Any) -> bool:
+    """Returns True if a hook or a wrapper of ``step`` is called at each step of an optimizer.
+
+    Accelerate replaces ``step`` of the instance during a step, to see whether the scaler calls it.
+    ``LRScheduler`` also replaces it, only to warn about the order of calls; it does not count.
+    """
+    attributes = vars(optimizer)
+    step = attributes.get("step")
+    is_replaced = step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+    return is_replaced or any(attributes.get(name) for name in _STEP_HOOKS)
+
+
+_STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
 def states_with_momentum(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Lists the states of SGD's parameters that have a momentum buffer.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from typing import Any
 
@@ -73,3 +74,34 @@ def test_only_a_fused_step_that_is_skipped_stores_momentum(fused: bool) -> None:
     assert optimizers.states_with_momentum(optimizer) == []
     scaler.step(optimizer)
     assert len(optimizers.states_with_momentum(optimizer)) == fused
+
+
+def test_fused_optimizers_are_those_whose_step_torchs_scaler_calls_after_an_overflow() -> None:
+    for fused in (False, True):
+        param = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.AdamW([param], fused=fused)
+        calls: list[Any] = []
+        optimizer.register_step_pre_hook(lambda *args, calls=calls: calls.append(args))
+        scaler = torch.amp.GradScaler("cpu")
+        overflow(scaler, param)
+        scaler.step(optimizer)
+        assert optimizers.is_fused(optimizer) == bool(calls) == fused
+
+
+def test_hooks_and_wrappers_observe_steps() -> None:
+    def new() -> torch.optim.Optimizer:
+        return torch.optim.SGD([torch.nn.Parameter(torch.ones(2))])
+
+    scheduled = new()
+    torch.optim.lr_scheduler.StepLR(scheduled, 1)
+    assert not optimizers.is_step_observed(new())
+    assert not optimizers.is_step_observed(scheduled)  # the wrapper only serves a warning
+    wrapped = new()
+    wrapped.step = functools.partial(wrapped.step)  # type: ignore[method-assign, assignment]
+    assert optimizers.is_step_observed(wrapped)
+    for register in ("register_step_pre_hook", "register_step_post_hook"):
+        hooked = new()
+        handle = getattr(hooked, register)(lambda *_: None)
+        assert optimizers.is_step_observed(hooked)
+        handle.remove()
+        assert not optimizers.is_step_observed(hooked)
