@@ -86,7 +86,11 @@ def _has_code_generator(device_type: str) -> bool:
 
 @functools.cache
 def _warn_no_compiler() -> None:
-    log.warning("no C++ compiler found, which inductor needs on CPU: continuing with 'aot_eager'")
+    log.warning(
+        "no C++ compiler found, which inductor needs on CPU: graphs run op by op ('aot_eager') "
+        "with the same casts, and cast weights in every call. amp_fx.audit, explain, export, "
+        "GradScaler and `python -m amp_fx policy` need no compiler"
+    )
 
 
 def is_strict(options: Options) -> bool:

@@ -31,7 +31,10 @@ def run(args: argparse.Namespace) -> int:
     if args.optimizer is not None:
         optimizer = make_optimizer(args.optimizer, torch.nn.ModuleList(modules_of(step)))
     report = audit(step, optimizer)(*inputs)
-    sys.stdout.write(f"{report.to_json() if args.json else report}\n")
+    if args.markdown:
+        sys.stdout.write(report.to_markdown())
+    else:
+        sys.stdout.write(f"{report.to_json() if args.json else report}\n")
     if args.html is not None:
         Path(args.html).write_text(report.to_html(), encoding="utf-8")
         sys.stderr.write(f"wrote {args.html}\n")

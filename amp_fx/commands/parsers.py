@@ -178,6 +178,7 @@ _AUDIT = """\
 examples:
   python -m amp_fx audit mypackage.train:make_step
   python -m amp_fx audit mypackage.train:make_step --html audit.html
+  python -m amp_fx audit mypackage.train:make_step --markdown >> "$GITHUB_STEP_SUMMARY"
   python -m amp_fx audit mypackage.models:make_loss --optimizer AdamW --json
 
 The target is a function that returns a training step, or the step and a tuple of its inputs. A step
@@ -199,7 +200,9 @@ def add_audit(subparsers: Subparsers) -> None:
         metavar="NAME",
         help="optimizer to step after the backward: a class of torch.optim, with its defaults",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    form.add_argument("--markdown", action="store_true", help="print Markdown, for a pull request")
     parser.add_argument("--html", metavar="PATH", help="write a page with the report")
 
 

@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
         for op in ops
     }
     if args.json:
-        sys.stdout.write(f"{json.dumps({'policy': policy.name, 'ops': rows}, indent=2)}\n")
+        data = {"policy": policy.name, "torch": torch.__version__, "ops": rows}
+        sys.stdout.write(f"{json.dumps(data, indent=2)}\n")
         return 0
     content = _render(policy, rows, is_one_op=args.op is not None)
     sys.stdout.write(f"{printed(content, None if piped_width() is None else 80)}\n")

@@ -56,6 +56,18 @@ def test_findings_as_json_and_as_a_page(capsys: pytest.CaptureFixture[str], tmp_
     assert page.read_text(encoding="utf-8").count("weights_low") == 1
 
 
+def test_findings_as_markdown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", f"{HERE}:low_step", "--optimizer", "SGD", "--markdown"]) == 1
+    text = capsys.readouterr().out
+    head, *lines = text.splitlines()
+    assert head.startswith(r"**make\_step.\<locals\>.step**: 2 findings")
+    assert sum(line.startswith(r"- **weights\_low: ") for line in lines) == 1
+    rows = [line for line in lines if line.startswith("| ")]
+    assert {row.count("|") for row in rows} == {7}
+    assert any(row.startswith("| parameters | bfloat16 | 2 | 544 B |") for row in rows)
+    assert {"gradients", "products"} <= {row.split(" | ")[0].strip("| ") for row in rows}
+
+
 def test_mistakes_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["audit", f"{HERE}:make_step", "--html", str(tmp_path / "no" / "a.html")]) == 2
     assert "the folder does not exist" in capsys.readouterr().err

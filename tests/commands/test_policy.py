@@ -104,7 +104,7 @@ def test_ipex_shows_what_is_gone(run: Run) -> None:
 
 def test_json_has_the_rows(run: Run) -> None:
     data = json.loads(run("softmax.int", "--json"))
-    assert data["policy"] == "torch"
+    assert (data["policy"], data["torch"]) == ("torch", torch.__version__)
     [(op, by_device)] = data["ops"].items()
     shown = run.rows(op)
     assert by_device == {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import html
+import re
 from typing import TYPE_CHECKING
 
 from amp_fx.explanation.table import folded_path, without_numbers
@@ -12,7 +13,7 @@ from amp_fx.numerics.records import grouped
 from amp_fx.reports import Report, dtype_cell, human, new_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from rich.console import RenderableType
 
@@ -148,37 +149,54 @@ class AuditReport(Report):
         head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
         return f"{head}<body>{self._repr_html_()}</body></html>\n"
 
-    def _render(self) -> RenderableType:
-        from rich.console import Group
-        from rich.text import Text
+    def to_markdown(self) -> str:
+        """Returns the report as Markdown, for a pull request or a job summary."""
+        lines = [f"**{_escaped(self.model)}**{self._outcome()}", ""]
+        for each in self.findings:
+            place, message, repair = (_escaped(line.strip()) for line in str(each).split("\n"))
+            lines.append(f"- **{place}**. {message} {repair}")
+        cells = [tuple(map(_escaped, row)) for row in self._rows()]
+        rows = [_COLUMNS, ("---",) * len(_COLUMNS), *cells]
+        lines += [*([""] if self.findings else []), *(f"| {' | '.join(row)} |" for row in rows)]
+        return "\n".join(lines) + "\n"
 
+    def _outcome(self) -> str:
         loss = "" if self.loss is None else f", loss {self.loss:.6g}"
         number = len(self.findings)
-        head = f": {number} finding{'' if number == 1 else 's'}{loss}"
-        lines = [Text.assemble((self.model, "bold"), head)]
-        lines += [Text(f"{place}. {each}") for place, each in enumerate(self.findings, 1)]
-        table = new_table(
-            "what",
-            "dtype",
-            "x",
-            "bytes",
-            "flops",
-            "modules",
-            folded=("modules",),
-            right=("x", "bytes", "flops"),
-        )
+        return f": {number} finding{'' if number == 1 else 's'}{loss}"
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        """Yields the rows of the table, one for each kind and dtype."""
         groups = grouped(self.uses, lambda use: (use.what, use.dtype))
         for (what, dtype), uses in groups.items():
             flops = sum(use.flops for use in uses)
-            table.add_row(
+            yield (
                 what,
-                dtype_cell(dtype),
+                dtype,
                 str(sum(use.count for use in uses)),
                 human(sum(use.num_bytes for use in uses)),
                 human(flops, "") if flops else "",
                 _modules(uses),
             )
+
+    def _render(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        lines = [Text.assemble((self.model, "bold"), self._outcome())]
+        lines += [Text(f"{place}. {each}") for place, each in enumerate(self.findings, 1)]
+        table = new_table(*_COLUMNS, folded=("modules",), right=("x", "bytes", "flops"))
+        for what, dtype, *cells in self._rows():
+            table.add_row(what, dtype_cell(dtype), *cells)
         return Group(*lines, Text(""), table)
+
+
+_COLUMNS = ("what", "dtype", "x", "bytes", "flops", "modules")
+
+
+def _escaped(text: str) -> str:
+    """Escapes the characters of names and code that Markdown or HTML would interpret."""
+    return re.sub(r"([\\`*_<>|\[\]])", r"\\\1", text)
 
 
 _MOST = 3
