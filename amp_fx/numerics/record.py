@@ -13,7 +13,7 @@ from amp_fx.errors import ArgumentTypeError, OptionError
 from amp_fx.explanation.running import isolated
 from amp_fx.front.settings import unwrap
 from amp_fx.graphs.locations import NodeLocation
-from amp_fx.numerics.entry import name_of
+from amp_fx.numerics.asked import name_of
 from amp_fx.numerics.graph_trace import traced
 from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
 from amp_fx.numerics.trace import SAMPLE, Trace, TraceSink, is_traced

@@ -12,13 +12,15 @@ import torch
 
 from amp_fx.errors import UnsupportedError
 from amp_fx.explanation.running import isolated, leaf_tensors
+from amp_fx.numerics.effects import Effects
 from amp_fx.numerics.float8_products import Float8Twin
 from amp_fx.numerics.graph_run import CompiledStep
-from amp_fx.numerics.measures import effect_of, relative
+from amp_fx.numerics.measures import relative
 from amp_fx.numerics.records import GradientRecord
 from amp_fx.numerics.report import UnexaminedRecord
-from amp_fx.observe.ops import below_everything, is_custom, is_tracked, number_of, unwrapped
-from amp_fx.observe.recorder import Recorder, Sink
+from amp_fx.observe.ops import below_everything, is_tracked, unwrapped
+from amp_fx.observe.places import is_inside
+from amp_fx.observe.recorder import Recorder
 from amp_fx.observe.state import guard_of, undisturbed
 from amp_fx.policies.policy import preset
 from amp_fx.regions.module_paths import ModulePaths, Program
@@ -27,83 +29,78 @@ from amp_fx.torch_private.autocast import DisableAutocast
 from amp_fx.torch_private.modes import DisableTorchFunction
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
-    from amp_fx.numerics.entry import Asked
+    from amp_fx.numerics.asked import Asked
     from amp_fx.numerics.measures import Measures
-    from amp_fx.numerics.records import OutputError
     from amp_fx.numerics.twin import Twin
 
 
 def _run_backward(
-    twin: Twin, loss: torch.Tensor | None, floats: list[torch.Tensor], scale: float
+    twin: Twin,
+    effects: Effects,
+    loss: torch.Tensor | None,
+    floats: list[torch.Tensor],
+    asked: Asked,
 ) -> list[GradientRecord]:
     """Runs the backward, unless the step did so, and compares the gradients of leaves."""
     outputs = [t for t in ([loss] if loss is not None else floats) if t.requires_grad]
-    new_leaves = [leaf for leaf, before in twin.recorder.guard.leaves() if before is None]
-    gradients = _compared(twin, new_leaves, [leaf.grad for leaf in new_leaves])
-    if twin.roots or gradients or not outputs:
-        _undo_loss_scale(twin, loss)
-        return gradients
-    leaves = _register_hooks(twin, outputs, scale)
+    read = [leaf for leaf, _ in twin.recorder.guard.leaves()]
+    leaves = [leaf for leaf in dict.fromkeys([*read, *outputs]) if _is_trained(leaf)]
+    new = [leaf for leaf, before in twin.recorder.guard.leaves() if before is None]
+    if effects.roots or any(leaf.grad is not None for leaf in new) or not outputs:
+        _divide_effects(twin, _loss_scale(twin, effects, loss))
+        return _compared(twin, new, [leaf.grad for leaf in new], asked)
     if not leaves:
         return []
     with DisableTorchFunction(), DisableAutocast():
-        directions = [_direction(t, scale, is_loss=loss is not None) for t in outputs]
+        directions = [_direction(t, asked.scale, is_loss=loss is not None) for t in outputs]
+    for output in outputs:
+        effects.root(output)
     found: Iterable[torch.Tensor | None]
-    if any(node.name() in _REENTRANT for node in _nodes_above(outputs)):
-        leaves = [leaf for leaf, _ in twin.recorder.guard.leaves()]
-        for leaf in leaves:
-            leaf.grad = None  # the guard restores it
-        with twin.recorder:
+    with twin.recorder:
+        if effects.has_reentrant:  # its backward runs another one, and accumulates
+            for leaf in leaves:
+                leaf.grad = None  # the guard restores it
             torch.autograd.backward(outputs, directions)
-        found = [leaf.grad for leaf in leaves]
-    else:
-        with twin.recorder:
+            found = [leaf.grad for leaf in leaves]
+        else:
             found = torch.autograd.grad(outputs, leaves, directions, allow_unused=True)
-    return _compared(twin, leaves, found)
+    _divide_effects(twin, asked.scale)
+    return _compared(twin, leaves, found, asked)
 
 
-_REENTRANT = ("CheckpointFunctionBackward",)
-"""Functions whose backward runs another one, so that the leaves of that are not known before."""
-
-
-class _OwnBackwards(Sink):
-    """Registers the hooks for gradients when the step itself calls ``backward``."""
-
-    def __init__(self, twin: Twin) -> None:
-        self._twin = twin
-
-    def root(self, root: torch.Tensor) -> None:
-        """Registers the hooks of one backward."""
-        twin = self._twin
-        if not root.requires_grad or not is_tracked(root):
-            return
-        with below_everything():
-            twin.roots.append(float(twin.shadows.of(root.detach()).sum()))
-        _register_hooks(twin, [root], 1.0)
-
-
-def _undo_loss_scale(twin: Twin, loss: torch.Tensor | None) -> None:
-    """Divides effects by the factor of the loss in the step's own ``backward``."""
-    if loss is None or not twin.roots:
-        return
-    with below_everything():
-        value = float(twin.shadows.of(loss.detach()))
-    factor = sum(twin.roots) / value if value else math.nan
-    for seen in twin.seen if math.isfinite(factor) and factor else ():
-        seen.effect = None if seen.effect is None else seen.effect / factor
-        seen.effect_sq /= factor**2
+def _is_trained(tensor: torch.Tensor) -> bool:
+    return tensor.is_leaf and tensor.requires_grad
 
 
 def _compared(
-    twin: Twin, leaves: list[torch.Tensor], gradients: Iterable[torch.Tensor | None]
+    twin: Twin, leaves: list[torch.Tensor], found: Iterable[torch.Tensor | None], asked: Asked
 ) -> list[GradientRecord]:
-    names = [
-        twin.recorder.places.path_of(leaf, f"input {index}") for index, leaf in enumerate(leaves)
+    path_of = twin.recorder.places.path_of
+    names = [path_of(leaf, f"input {index}") for index, leaf in enumerate(leaves)]
+    return [
+        _compare(twin, name, gradient)
+        for name, gradient in zip(names, found, strict=True)
+        if gradient is not None
+        and is_tracked(gradient)
+        and (asked.modules is None or is_inside(name, asked.modules))
     ]
-    several = zip(names, gradients, strict=True)
-    return [_compare(twin, n, g) for n, g in several if g is not None and is_tracked(g)]
+
+
+def _loss_scale(twin: Twin, effects: Effects, loss: torch.Tensor | None) -> float:
+    """Returns the factor of the loss in the step's own ``backward``."""
+    if loss is None or not effects.roots:
+        return 1.0
+    with below_everything():
+        value = float(twin.shadows.of(loss.detach()))
+    return sum(effects.roots) / value if value else math.nan
+
+
+def _divide_effects(twin: Twin, factor: float) -> None:
+    for seen in twin.seen if math.isfinite(factor) and factor != 0 else ():
+        seen.effect = None if seen.effect is None else seen.effect / factor
+        seen.effect_sq /= factor**2
 
 
 def _direction(output: torch.Tensor, scale: float, *, is_loss: bool) -> torch.Tensor:
@@ -113,88 +110,6 @@ def _direction(output: torch.Tensor, scale: float, *, is_loss: bool) -> torch.Te
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, output.shape, generator=generator) * 2 - 1
     return (signs * scale).to(output.device, output.dtype)
-
-
-def _register_hooks(twin: Twin, outputs: list[torch.Tensor], scale: float) -> list[torch.Tensor]:
-    """Registers hooks that multiply gradients by errors, and returns the leaves of the graph."""
-    leaves = [t for t in outputs if t.grad_fn is None]
-    nodes: dict[int, Any] = {}
-    for node in _nodes_above(outputs):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and not node.next_functions:
-            leaves.append(leaf)
-            continue
-        number = number_of(node)
-        nodes[number] = node
-        is_measured = node.name() in _PASSING or number in twin.measured_nodes
-        if is_custom(node) and not is_measured:
-            module = twin.recorder.location_of(number).module
-            why = "the effect of ops inside of a custom function on the loss is unknown"
-            twin.leave_out(node.name().removesuffix("Backward"), module, why)
-    for number, errors in twin.output_errors.items():
-        found = nodes.get(number)
-        if found is None and errors[0].is_written:
-            found = _node_of_write(nodes, number, is_view=errors[0].geometry is not None)
-        if found is not None:
-            found.register_prehook(functools.partial(_add_effects, twin, errors, scale))
-    return leaves
-
-
-_PASSING = ("BackwardHookFunctionBackward",)
-"""Custom functions of torch that return their inputs, so that hooks run."""
-
-
-def _nodes_above(outputs: list[torch.Tensor]) -> Iterator[Any]:
-    """Yields the nodes of autograd on which outputs depend."""
-    pending: list[Any] = [t.grad_fn for t in outputs if t.grad_fn is not None]
-    known = set(pending)
-    while pending:
-        node = pending.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in known:
-                known.add(following)
-                pending.append(following)
-
-
-def _node_of_write(nodes: dict[int, Any], number: int, *, is_view: bool) -> Any:
-    """Returns the node of an op that writes in place, which was not the latest as the op ran.
-
-    Relies on autograd creating the copy of an overwritten tensor after the op's node, and the
-    ``CopySlices`` of a view's base after the write.
-    """
-    if is_view:
-        found = nodes.get(number + 1)
-        return found if found is not None and found.name().endswith("CopySlices") else None
-    return nodes.get(number - 1)
-
-
-def _add_effects(
-    twin: Twin, errors: list[OutputError], scale: float, gradients: tuple[torch.Tensor | None, ...]
-) -> None:
-    """Adds the effects of the errors of an op, given the gradients of its results."""
-    with twin.recorder.paused(), below_everything():
-        for position, gradient in enumerate(gradients):
-            if gradient is None or not is_tracked(gradient):
-                continue
-            exact = twin.shadows.of(gradient)
-            for error in errors:
-                if error.position == position or error.geometry is not None:
-                    _add_effect(error, gradient, exact, scale)
-
-
-def _add_effect(
-    error: OutputError, gradient: torch.Tensor, exact: torch.Tensor, scale: float
-) -> None:
-    shadow = error.part_of(exact)
-    low = shadow if exact is gradient else error.part_of(gradient)
-    if low is None or shadow is None:
-        return
-    effect, square = effect_of(low, shadow, error.eps)
-    if math.isfinite(effect) and math.isfinite(square):  # an overflow has no first order
-        record = error.record
-        record.effect = (record.effect or 0.0) + effect / scale
-        record.effect_sq += square / scale**2
 
 
 def _compare(twin: Twin, name: str, gradient: torch.Tensor) -> GradientRecord:
@@ -264,13 +179,14 @@ def run_step(
         guard.restore()
         rewind()
         twin = Float8Twin(asked.reference, asked.modules)
-        Recorder(guard, paths, twin, _OwnBackwards(twin))
+        effects = Effects(twin)
+        Recorder(guard, paths, twin, effects)
         for why in () if compiled is None else compiled.breaks:
             first_line = why.strip().split("\n")[0]
             twin.leave_out(
                 "code outside of graphs", "", f"a policy does not apply to it: {first_line}"
             )
-        fields = _shadow_run(twin, forward, paths, asked)
+        fields = _shadow_run(twin, effects, forward, paths, asked)
     if dtype == torch.float16:
         fields["suggested_scale"] = _suggested_scale(twin.exponents, asked.scale)
     if twin.num_healed:
@@ -296,7 +212,7 @@ Forward = Callable[[Recorder], tuple[Any, torch.Tensor | None]]
 
 
 def _shadow_run(
-    twin: Float8Twin, forward: Forward, paths: ModulePaths, asked: Asked
+    twin: Float8Twin, effects: Effects, forward: Forward, paths: ModulePaths, asked: Asked
 ) -> dict[str, Any]:
     outputs, loss = forward(twin.recorder)
     floats = [t for t in leaf_tensors(outputs) if t.is_floating_point() and is_tracked(t)]
@@ -324,7 +240,7 @@ def _shadow_run(
         compared = [plain]
     with below_everything():
         output_error = _output_error(twin, compared)
-    gradients = call_with_paths(paths, _run_backward, twin, loss, floats, asked.scale)
+    gradients = call_with_paths(paths, _run_backward, twin, effects, loss, floats, asked)
     missing = twin.not_examined.items()
     return {
         **values,

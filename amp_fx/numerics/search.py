@@ -21,23 +21,23 @@ from amp_fx.errors import AmpFxError, UnsupportedError
 from amp_fx.explanation.running import isolated
 from amp_fx.explanation.table import without_numbers
 from amp_fx.front.compile import compile as compile_program
-from amp_fx.numerics.entry import (
+from amp_fx.numerics.asked import (
     Asked,
     asked_for,
     check_number,
     device_type_of,
-    examine,
     low_dtype_of,
     name_of,
     patterns_of,
     scale_for,
 )
+from amp_fx.numerics.entry import examine
 from amp_fx.numerics.graph_run import CompiledStep
 from amp_fx.numerics.measures import relative
 from amp_fx.numerics.minimizer import Minimized, Minimizer
 from amp_fx.numerics.records import flush_words, grouped, number
 from amp_fx.numerics.running import loss_of
-from amp_fx.numerics.search_result import Evaluation, SearchResult
+from amp_fx.numerics.search_result import Evaluation, SearchResult, Unit
 from amp_fx.numerics.suspects import LOW, common_pattern, path_in_root, weight_of, with_override
 from amp_fx.observe.places import is_inside
 from amp_fx.observe.recorder import Recorder
@@ -54,34 +54,6 @@ if TYPE_CHECKING:
     from amp_fx.numerics.report import AccuracyReport
     from amp_fx.observe.trial import Outcome
     from amp_fx.policies.policy import Policy
-
-
-@dataclasses.dataclass(frozen=True)
-class Unit:
-    """A candidate: an op of one module, or of repeated modules.
-
-    Attributes:
-        module: A pattern for the paths of the modules: ``"h.*.attn"``; ``"*"`` for the outermost.
-            Paths begin at a root module.
-        op: The name of the op in a policy.
-        why: The reason, for the file of the policy.
-        order: The index of the first of its ops.
-        nodes: The ops.
-        roots: The names of the root modules that contain them, if there are several.
-    """
-
-    omitted = ("nodes",)
-
-    module: str
-    op: str
-    why: str = dataclasses.field(compare=False)
-    order: int = dataclasses.field(compare=False)
-    nodes: tuple[OpRecord, ...] = dataclasses.field(default=(), compare=False, repr=False)
-    roots: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-
-    def __str__(self) -> str:
-        """Returns a short text: ``h.*.attn: matmul``."""
-        return f"{self.module}: {self.op}"
 
 
 def units_of(report: AccuracyReport, keep: Sequence[str]) -> tuple[list[Unit], int]:

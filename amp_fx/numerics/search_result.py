@@ -11,9 +11,37 @@ from amp_fx.reports import Report, new_table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from amp_fx.numerics.records import OpRecord
     from amp_fx.numerics.report import AccuracyReport
-    from amp_fx.numerics.search import Unit
     from amp_fx.policies.policy import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A candidate: an op of one module, or of repeated modules.
+
+    Attributes:
+        module: A pattern for the paths of the modules: ``"h.*.attn"``; ``"*"`` for the outermost.
+            Paths begin at a root module.
+        op: The name of the op in a policy.
+        why: The reason, for the file of the policy.
+        order: The index of the first of its ops.
+        nodes: The ops.
+        roots: The names of the root modules that contain them, if there are several.
+    """
+
+    omitted = ("nodes",)
+
+    module: str
+    op: str
+    why: str = dataclasses.field(compare=False)
+    order: int = dataclasses.field(compare=False)
+    nodes: tuple[OpRecord, ...] = dataclasses.field(default=(), compare=False, repr=False)
+    roots: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+
+    def __str__(self) -> str:
+        """Returns a short text: ``h.*.attn: matmul``."""
+        return f"{self.module}: {self.op}"
 
 
 @dataclasses.dataclass(frozen=True)

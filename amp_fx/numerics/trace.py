@@ -18,6 +18,7 @@ import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import OptionError
+from amp_fx.numerics.trace_diff import TraceDiff, TracedOp, aligned, op_differences
 from amp_fx.observe.ops import facts_of, is_tracked
 from amp_fx.observe.recorder import Event, Sink
 from amp_fx.observe.storages import Marks
@@ -28,41 +29,12 @@ if TYPE_CHECKING:
     from typing import Self
 
     from amp_fx.graphs.locations import NodeLocation
-    from amp_fx.numerics.trace_diff import TraceDiff
     from amp_fx.torch_private.ops import OpOverload
 
 SCHEMA = 1
 """The version of the file format."""
 SAMPLE = 256
 """The largest number of elements of a result in a file."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TracedOp:
-    """One result of an op that ran.
-
-    Attributes:
-        stage: ``"forward"``, ``"backward"``, ``"update"``, or ``"result"`` for an output or a
-            gradient.
-        module: The path of the innermost module; in the backward, that of the forward.
-        op: The name of the op (``"addmm"``), or of the output or gradient.
-        source: The line in the program: ``"model.py:12: y = x @ w"``; empty if unknown.
-        dtype: The dtype of the result.
-        shape: The sizes of the result.
-        inputs: The numbers of the ops that made its inputs.
-        digest: A hash of all bytes of the result; empty if ``values`` holds all elements.
-        values: The elements in one dimension, or a sample of them.
-    """
-
-    stage: str
-    module: str
-    op: str
-    source: str
-    dtype: str
-    shape: tuple[int, ...]
-    inputs: tuple[int, ...]
-    digest: str
-    values: torch.Tensor
 
 
 _PLAIN = tuple(field.name for field in dataclasses.fields(TracedOp) if field.name != "values")
@@ -120,9 +92,15 @@ class Trace:
 
     def diff(self, other: Trace) -> TraceDiff:
         """Compares with a trace of another run of the same program."""
-        from amp_fx.numerics.trace_diff import compare_traces
-
-        return compare_traces(self, other)
+        num_aligned = len(aligned(self.ops, other.ops))
+        return TraceDiff(
+            before=self.name,
+            after=other.name,
+            num_aligned=num_aligned,
+            only_before=len(self.ops) - num_aligned,
+            only_after=len(other.ops) - num_aligned,
+            ops=tuple(op_differences(self.ops, other.ops)),
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a file."""

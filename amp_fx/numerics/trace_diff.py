@@ -16,16 +16,43 @@ from amp_fx.observe.ops import MOVES
 from amp_fx.reports import Report, dtype_cell, new_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from rich.console import RenderableType
 
-    from amp_fx.numerics.trace import Trace, TracedOp
 
 MOST = 12
 """The largest number of rows of the table."""
 ROUNDINGS = 8.0
 """The largest error of an op by rounding, relative to that of its inputs or to one rounding."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TracedOp:
+    """One result of an op that ran.
+
+    Attributes:
+        stage: ``"forward"``, ``"backward"``, ``"update"``, or ``"result"`` for an output or a
+            gradient.
+        module: The path of the innermost module; in the backward, that of the forward.
+        op: The name of the op (``"addmm"``), or of the output or gradient.
+        source: The line in the program: ``"model.py:12: y = x @ w"``; empty if unknown.
+        dtype: The dtype of the result.
+        shape: The sizes of the result.
+        inputs: The numbers of the ops that made its inputs.
+        digest: A hash of all bytes of the result; empty if ``values`` holds all elements.
+        values: The elements in one dimension, or a sample of them.
+    """
+
+    stage: str
+    module: str
+    op: str
+    source: str
+    dtype: str
+    shape: tuple[int, ...]
+    inputs: tuple[int, ...]
+    digest: str
+    values: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +102,7 @@ class OpDifference:
         return f"{stage}{self.op}{where}{source}; {self.difference}"
 
 
-def op_differences(before: Trace, after: Trace) -> Iterator[OpDifference]:
+def op_differences(before: Sequence[TracedOp], after: Sequence[TracedOp]) -> Iterator[OpDifference]:
     """Yields the ops that differ, in the order of the first trace.
 
     The first one is named by an op that the second trace has before it and the first one lacks, if
@@ -87,12 +114,12 @@ def op_differences(before: Trace, after: Trace) -> Iterator[OpDifference]:
     """
     pairs = dict(aligned(before, after))
     known, errors = set(pairs.values()), list[float]()
-    for index, one in enumerate(before.ops):
+    for index, one in enumerate(before):
         error_in = max((errors[i] for i in one.inputs), default=0.0)
         errors.append(error_in)
         if index not in pairs:
             continue
-        other = after.ops[pairs[index]]
+        other = after[pairs[index]]
         found = _difference(one, other)
         if found is None:
             errors[-1] = 0.0
@@ -111,11 +138,11 @@ def _difference(one: TracedOp, other: TracedOp) -> Difference | None:
     return found
 
 
-def _added(trace: Trace, op: TracedOp, known: set[int]) -> TracedOp | None:
+def _added(trace: Sequence[TracedOp], op: TracedOp, known: set[int]) -> TracedOp | None:
     """Returns the first op before an op that another trace lacks, and that may round."""
     for index in op.inputs:
         if index not in known:
-            above = trace.ops[index]
+            above = trace[index]
             is_cast = above.op == "to_copy" and above.values.itemsize >= op.values.itemsize
             is_exact = is_cast or f"aten::{above.op}" in MOVES
             found = _added(trace, above, known) or (None if is_exact else above)
@@ -124,18 +151,17 @@ def _added(trace: Trace, op: TracedOp, known: set[int]) -> TracedOp | None:
     return None
 
 
-def aligned(before: Trace, after: Trace) -> list[tuple[int, int]]:
+def aligned(before: Sequence[TracedOp], after: Sequence[TracedOp]) -> list[tuple[int, int]]:
     """Returns the indices of ops that two traces have in common, in the order of the first.
 
     The longest common sequences of ops are aligned in each module; the order of modules may differ.
     """
 
-    def groups(trace: Trace) -> dict[tuple[str, str], list[int]]:
-        ops = trace.ops
+    def groups(ops: Sequence[TracedOp]) -> dict[tuple[str, str], list[int]]:
         return grouped(range(len(ops)), lambda index: (ops[index].stage, ops[index].module))
 
-    def keys(trace: Trace, members: list[int]) -> list[Any]:
-        ops = [trace.ops[index] for index in members]
+    def keys(trace: Sequence[TracedOp], members: list[int]) -> list[Any]:
+        ops = [trace[index] for index in members]
         return [(op.op, op.shape) for op in ops]
 
     ours, theirs = groups(before), groups(after)
@@ -228,16 +254,3 @@ def _error(before: torch.Tensor, after: torch.Tensor) -> float:
     whole = torch.where(one.isfinite(), one, 0.0)
     found = relative(float(error.square().sum()), float(whole.square().sum()))
     return found if math.isfinite(found) and bool(size.isfinite().all()) else math.inf
-
-
-def compare_traces(before: Trace, after: Trace) -> TraceDiff:
-    """Compares two traces."""
-    num_aligned = len(aligned(before, after))
-    return TraceDiff(
-        before=before.name,
-        after=after.name,
-        num_aligned=num_aligned,
-        only_before=len(before.ops) - num_aligned,
-        only_after=len(after.ops) - num_aligned,
-        ops=tuple(op_differences(before, after)),
-    )

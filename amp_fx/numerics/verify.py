@@ -12,7 +12,7 @@ from amp_fx.backend.pipeline import CAPTURED_PASSES
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import OptionError
 from amp_fx.explanation.running import isolated, optimized
-from amp_fx.numerics.entry import asked_for, device_type_of, low_dtype_of, name_of
+from amp_fx.numerics.asked import asked_for, device_type_of, low_dtype_of, name_of
 from amp_fx.numerics.equality import differences
 from amp_fx.numerics.graph_trace import traced
 from amp_fx.numerics.trace import Trace
@@ -215,7 +215,7 @@ class _Verification:
                 reference = trace({"compiler": "eager"}, is_rewritten=False)
             else:
                 return None
-            return next(op_differences(reference, trace({})), None)
+            return next(op_differences(reference.ops, trace({}).ops), None)
         except Exception:  # noqa: BLE001 - the comparison is valid without the op
             return None
 

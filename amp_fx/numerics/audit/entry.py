@@ -10,6 +10,7 @@ import torch
 
 from amp_fx.errors import ArgumentTypeError, UnsupportedError
 from amp_fx.front.settings import unwrap
+from amp_fx.numerics.asked import name_of
 from amp_fx.numerics.audit.choices import ChoiceRule
 from amp_fx.numerics.audit.recording import Auditor
 from amp_fx.numerics.audit.report import AuditReport, merged
@@ -17,7 +18,6 @@ from amp_fx.numerics.audit.rounding import IntegerRule, LossRule, Roundings, Upc
 from amp_fx.numerics.audit.sums import CollectiveRule, GradientRule
 from amp_fx.numerics.audit.updates import ScalerRule, UpdateRule
 from amp_fx.numerics.audit.use_of_regions import LowWeightRule, RegionRule
-from amp_fx.numerics.entry import name_of
 from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
 from amp_fx.numerics.running import loss_of
 from amp_fx.observe.recorder import Recorder
