@@ -154,7 +154,7 @@ def add_accuracy(subparsers: Subparsers) -> None:
     _add_step(parser)
     parser.add_argument("--dtype", help="bfloat16 or float16; default: autocast's")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of the loss")
-    parser.add_argument("--modules", action="append", help="only measure these modules: 'h.3.*'")
+    parser.add_argument("--modules", action="append", help="only examine these modules: 'h.3'")
     parser.add_argument(
         "--search",
         type=float,

@@ -67,7 +67,9 @@ def accuracy(
             the errors of float32 ops.
         scale: The factor of the loss in the backward, as of a gradient scaler.
         loss: Returns a scalar, given the outputs of the step.
-        modules: Patterns of modules (``"h.3.*"``) to measure; the whole step still runs.
+        modules: Patterns of modules (``"h.3"``) to examine. The rest of the step runs in mixed
+            precision only: the reference of these modules has the inputs and the gradients of
+            outputs that they get there, and copies only their tensors.
 
     Returns:
         A function that takes the step's arguments and returns an ``AccuracyReport``.
@@ -114,5 +116,6 @@ def examine(
         device_type=device_type,
         reference=dtype_name(asked.reference),
         scale=asked.scale,
+        modules=asked.modules,
         **measured,
     )

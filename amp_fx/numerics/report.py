@@ -89,7 +89,9 @@ def _head(report: AccuracyReport) -> Text:
         (report.model, "bold"),
         f" on {report.device_type} {report.dtype}, against {report.reference}: ",
     )
-    if report.loss is not None:
+    if report.modules is not None:
+        text.append(f"only {', '.join(report.modules)}")
+    elif report.loss is not None:
         text.append(f"loss {report.loss:.6g} ({report.reference_loss:.6g})")
     else:
         text.append(f"error of the outputs {number(report.output_error)}")
@@ -209,21 +211,24 @@ class AccuracyReport(Report):
         reference: The dtype of the reference.
         scale: The factor of the loss in the backward.
         loss: The loss in low precision; None if the step has none.
-        reference_loss: The loss of the reference program.
+        reference_loss: The loss of the reference program; None if only some modules were examined.
         loss_magnitude: The size of that loss; if it is a sum or mean of positive and negative
             terms, its size without cancellation. Effects are compared with it.
-        output_error: The relative error (L2) of the loss, or of all outputs.
+        output_error: The relative error (L2) of the loss, or of all outputs; NaN if only some
+            modules were examined.
         is_probed: True without a loss: the backward began with random signs.
         is_repeatable: True if two runs in low precision had the same loss; None if that was not
             compared, or if an op overflowed.
         nodes: The ops with low dtypes or errors, in order.
-        gradients: The gradients of parameters, and of inputs that require one.
+        gradients: The gradients of parameters, and of inputs that require one; with ``modules``,
+            those of parameters of these modules.
         suggested_scale: For float16, the range of scales at which less than 1 % of the elements of
             low gradients are flushed and the largest has two bits left; None if there is no such
             scale or no such gradient.
         not_examined: The ops that could not be examined.
         roots: The names and classes of the root modules, if there are several. Each path begins
             with the name of its root.
+        modules: The patterns of the modules that were examined; None for the whole step.
     """
 
     computed = ("error", "predicted_error", "gradient_error", "flushed_gradients", "suspects")
@@ -246,6 +251,7 @@ class AccuracyReport(Report):
     suggested_scale: tuple[float, float] | None = None
     is_repeatable: bool | None = None
     roots: tuple[tuple[str, str], ...] = ()
+    modules: tuple[str, ...] | None = None
 
     @functools.cached_property
     def suspects(self) -> tuple[Suspect, ...]:
@@ -279,6 +285,8 @@ class AccuracyReport(Report):
     @property
     def reference_problem(self) -> OpRecord | None:
         """The op in which the reference becomes infinite or NaN, if its loss does."""
+        if self.modules is not None:
+            return None  # the reference of the step is unknown
         is_fine = self.reference_loss is None or math.isfinite(self.reference_loss)
         if is_fine and math.isfinite(self.output_error):
             return None

@@ -173,8 +173,7 @@ def run_step(
     with isolation, undisturbed(guard, is_eager=compiled is None) as rewind:
         if compiled is not None:  # code between graphs writes unobserved
             guard.save(tensor for _, tensor in (*paths.named_parameters(), *paths.named_buffers()))
-        _, loss = forward(first)
-        plain = None if loss is None else float(loss.detach())
+        plain = _plain_loss(forward(first)[1])  # its graph is freed here
         guard.check_float32()
         guard.restore()
         rewind()
@@ -192,6 +191,10 @@ def run_step(
     if twin.num_healed:
         return {**fields, "loss": plain}
     return {**fields, "is_repeatable": str(plain) == str(fields["loss"])}  # a NaN equals itself
+
+
+def _plain_loss(loss: torch.Tensor | None) -> float | None:
+    return None if loss is None else float(loss.detach())
 
 
 def loss_of(outputs: Any, given: Callable[[Any], Any] | None) -> torch.Tensor | None:
@@ -234,12 +237,14 @@ def _shadow_run(
             reference, magnitude = float(twin.shadows.of(plain)), twin.magnitude_of(plain)
             values = {
                 "loss": float(plain),
-                "reference_loss": reference,
+                "reference_loss": reference if asked.modules is None else None,
                 "loss_magnitude": magnitude,
             }
         compared = [plain]
-    with below_everything():
-        output_error = _output_error(twin, compared)
+    output_error = math.nan  # without a reference of the whole step
+    if asked.modules is None:
+        with below_everything():
+            output_error = _output_error(twin, compared)
     gradients = call_with_paths(paths, _run_backward, twin, effects, loss, floats, asked)
     missing = twin.not_examined.items()
     return {

@@ -252,7 +252,7 @@ class ShadowedCall:
         if first is None:
             return None
         seen = self._new_record(first)
-        is_measured = self.twin.is_wanted(self.event.location) and self.event.stage in MEASURED
+        is_measured = self.event.stage in MEASURED
         errors: list[tuple[torch.Tensor, float]] = []
         for position, (result, second, third) in enumerate(zip(low, high, same, strict=True)):
             if not (result.is_floating_point() or result.is_complex()):
@@ -390,7 +390,8 @@ class Twin(Sink):
 
     Args:
         reference: The dtype of the shadow.
-        modules: Patterns of modules to measure; None for all.
+        modules: Patterns of modules; None for all. Other ops run in the program only, so that
+            the reference of these modules begins with the inputs that they get there.
     """
 
     def __init__(self, reference: torch.dtype, modules: tuple[str, ...] | None = None) -> None:
@@ -415,6 +416,10 @@ class Twin(Sink):
             return None
         if event.facts.is_view:
             return None
+        if self._modules is not None and not self.is_wanted(event.location):
+            for tensor in event.written:
+                self.shadows.forget(tensor)
+            return None
         call = ShadowedCall(self, event)
         if call.is_affected:
             call.prepare()
@@ -424,7 +429,8 @@ class Twin(Sink):
         """Repeats an op and measures its results."""
         call = before
         is_shared = event.facts.is_view and _all_share(event.results, event.tensors)
-        if event.facts.is_view and not is_shared and all(map(is_tracked, event.tensors)):
+        is_copy = event.facts.is_view and not is_shared and all(map(is_tracked, event.tensors))
+        if is_copy and self.is_wanted(event.location):
             call = ShadowedCall(self, event)  # a view that copied; it has overwritten nothing
             if call.is_affected:
                 call.prepare()

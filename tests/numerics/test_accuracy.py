@@ -314,16 +314,6 @@ def test_the_reference_may_be_float64(rng: torch.Generator) -> None:
     assert amp_fx.accuracy(step)(x).suspects == ()
 
 
-def test_only_some_modules() -> None:
-    net, inputs = TinyGPT(), TinyGPT.inputs()
-    report = amp_fx.accuracy(net, modules="h.1")(*inputs)
-    assert {n.module.split(".")[1] for n in report.nodes} == {"1"}
-    whole = amp_fx.accuracy(net)(*inputs)
-    assert report.reference_loss == whole.reference_loss
-    with pytest.raises(UnsupportedError, match="matches no module"):
-        amp_fx.accuracy(net, modules="layers.*")(*inputs)
-
-
 def test_outputs_without_a_loss() -> None:
     """Effects are on a random direction of the outputs; their squares add up to the error's."""
     net, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)), torch.randn(128, 64)
