@@ -9,11 +9,8 @@ from amp_fx.errors import OptionError
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Sequence
 
     from torch import fx
-
-    from amp_fx.regions.module_stack import CompileFrame
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,25 +36,6 @@ class PassReport:
     name: str
     counts: Counter[str]
     seconds: float
-
-
-class Observer(Protocol):
-    """Callbacks that the runner invokes while it rewrites a graph."""
-
-    def after_pass(self, report: PassReport, gm: fx.GraphModule) -> None:
-        """Called after each pass."""
-        ...
-
-    def fell_back(self, error: Exception, graph: fx.Graph, frame: CompileFrame) -> None:
-        """Called if the graph cannot be rewritten and will run under native autocast.
-
-        ``frame`` has the modules around the graph.
-        """
-        ...
-
-    def rewritten(self, reports: Sequence[PassReport]) -> None:
-        """Called after the last pass."""
-        ...
 
 
 class Pass(Protocol):

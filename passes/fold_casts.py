@@ -22,8 +22,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.bodies import rewritten_bodies
-from amp_fx.graphs.casts import KERNEL_RESULT, inserted_cast, is_cacheable, is_widening
+from amp_fx.graphs.casts import (
+    KERNEL_RESULT,
+    inserted_cast,
+    is_cacheable,
+    is_widening,
+    replace_cast,
+)
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
 from amp_fx.graphs.metadata import OPAQUE, SITE, VERSION
 from amp_fx.graphs.opaque import TRANSFORM
@@ -71,8 +78,7 @@ def _share_casts(graph: fx.Graph) -> int:
         key = (source, cast.dtype, cast.source_version, SITE.of(node).is_grad_enabled)
         first = first_casts.setdefault(key, node)
         if first is not node:
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
+            replace_cast(node, first, f"shared with {first.name}")
             num_shared += 1
     return num_shared
 
@@ -117,10 +123,10 @@ def _remove_round_trips(graph: fx.Graph) -> int:
         if cast is None or not _closes_round_trip(node, cast):
             continue
         widened = node.all_input_nodes[0]
-        node.replace_all_uses_with(widened.all_input_nodes[0])
-        graph.erase_node(node)
+        origin = widened.all_input_nodes[0]
+        replace_cast(node, origin, f"round trip: the value was {dtype_name(cast.dtype)} before")
         if not widened.users:
-            graph.erase_node(widened)
+            replace_cast(widened, origin, "only a cast back read it")
         num_removed += 1
     return num_removed
 

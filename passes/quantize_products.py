@@ -28,7 +28,7 @@ import torch
 from amp_fx.devices.float8 import warn_of_slowness
 from amp_fx.graphs.bodies import bodies_of, is_rewritten
 from amp_fx.graphs.bodies import operands_of as operands_passed
-from amp_fx.graphs.casts import inserted_cast
+from amp_fx.graphs.casts import inserted_cast, replace_cast
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
 from amp_fx.graphs.metadata import CAPTURED, DECISIONS, FLOAT8_NOTE, SITE, provenance
 from amp_fx.graphs.values import (
@@ -185,7 +185,7 @@ class _Quantizer:
         result._rename(name)
         while not unused.users and unused.op != "placeholder":
             source = unused.all_input_nodes[0]
-            self.graph.erase_node(unused)
+            replace_cast(unused, weight, "the weight is quantized to float8 instead")
             unused = source
         if value_of(result).device.type == "cpu":
             warn_of_slowness()

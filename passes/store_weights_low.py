@@ -18,9 +18,11 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
+from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.bodies import drop_unused_operands
+from amp_fx.graphs.casts import replace_cast
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
-from amp_fx.graphs.metadata import SITE, STORED_LOW, VERSION
+from amp_fx.graphs.metadata import SITE, VERSION
 from amp_fx.graphs.values import (
     analysis,
     argument_values,
@@ -114,10 +116,8 @@ def _store(gm: fx.GraphModule, weight: fx.Node, dtype: torch.dtype) -> int:
     for cast in casts:
         source = cast.all_input_nodes[0]
         if value_of(source).dtype == dtype:  # otherwise the program itself widens the weight
-            cast.replace_all_uses_with(source)
-            gm.graph.erase_node(cast)
+            replace_cast(cast, source, f"the weight is stored in {dtype_name(dtype)}")
             num_removed += 1
-    STORED_LOW.put(weight, num_removed)
     return num_removed
 
 

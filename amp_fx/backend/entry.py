@@ -13,7 +13,7 @@ from amp_fx.backend.backward import compile_with_backward
 from amp_fx.backend.compilers import compile_inner
 from amp_fx.backend.fallback import warn_eager, watch_recompile_limit
 from amp_fx.backend.lower import find_cached
-from amp_fx.backend.rewrite import Reporting, rewrite
+from amp_fx.backend.rewrite import rewrite
 from amp_fx.backend.transforms import warn_of_transforms
 from amp_fx.eager.checkpoints import restore_regions
 from amp_fx.eager.region import skip_in_dynamo
@@ -82,7 +82,7 @@ def _handle_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
     example_inputs = [*example_inputs, *attributes]
     is_ahead = is_ahead_of_time()
     inputs = Inputs.of(gm, to_meta_inputs(example_inputs) if is_ahead else example_inputs)
-    rewritten = rewrite(gm, inputs, options, Reporting())
+    rewritten = rewrite(gm, inputs, options)
     if rewritten.state.enabled and not AutocastState.ambient().enabled:
         watch_recompile_limit(rewritten.root)
     if is_ahead:

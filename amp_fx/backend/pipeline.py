@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
     from amp_fx.graphs.records import AutocastSite
     from amp_fx.options import Options
-    from amp_fx.passes.base import Observer, Pass
+    from amp_fx.passes.base import Pass
     from amp_fx.policies.policy import Policy
     from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.weights.inputs import Candidates
@@ -290,11 +290,7 @@ def packing_passes(
 
 
 def run_passes(
-    gm: fx.GraphModule,
-    passes: Iterable[Pass],
-    *,
-    check: bool | None = None,
-    observer: Observer | None = None,
+    gm: fx.GraphModule, passes: Iterable[Pass], *, check: bool | None = None
 ) -> list[PassReport]:
     """Runs passes over a graph, in place.
 
@@ -303,7 +299,6 @@ def run_passes(
         passes: The passes, in order.
         check: Whether to check the graph's invariants after every pass. The default is True if the
             environment variable ``AMP_FX_CHECK`` is ``1``.
-        observer: Called after each pass.
 
     Raises:
         PassError: A pass failed, or a condition that it requires or ensures does not hold. The
@@ -338,8 +333,6 @@ def run_passes(
         report = PassReport(current.name, +result.counts, time.perf_counter() - start)
         reports.append(report)
         _log_pass(gm, report)
-        if observer is not None:
-            observer.after_pass(report, gm)
     # Once, at the end: no pass runs the code of a graph, and generating it takes long for large
     # graphs.
     if any(report.counts for report in reports):

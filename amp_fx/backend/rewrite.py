@@ -41,7 +41,7 @@ from amp_fx.torch_private.autocast import enter_autocast
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from amp_fx.passes.base import Observer, Pass, PassReport
+    from amp_fx.passes.base import Pass, PassReport
     from amp_fx.policies.policy import Policy
     from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.weights.inputs import Inputs
@@ -59,6 +59,8 @@ class Rewritten:
         frame: The modules around the captured frame.
         passes: The passes that ran.
         root: The class name of the outermost compiled module; None for a function.
+        reports: The edits of each pass; empty if a pass failed.
+        error: The error of the pass that failed, or None.
     """
 
     gm: fx.GraphModule
@@ -66,10 +68,20 @@ class Rewritten:
     frame: CompileFrame
     passes: tuple[Pass, ...]
     root: str | None
+    reports: tuple[PassReport, ...] = ()
+    error: PassError | None = None
 
 
-def rewrite(gm: fx.GraphModule, inputs: Inputs, options: Options, observer: Observer) -> Rewritten:
+def rewrite(
+    gm: fx.GraphModule, inputs: Inputs, options: Options, *, is_reported: bool = True
+) -> Rewritten:
     """Inserts casts into a copy of a captured graph, following the ambient region or the options.
+
+    Args:
+        gm: The graph that Dynamo captured.
+        inputs: Its inputs.
+        options: The options of the backend.
+        is_reported: Whether ``amp_fx.stats`` counts the rewrite, and a fallback warns.
 
     Raises:
         OptionError: The device cannot autocast to the requested dtype, or there is no pass of a
@@ -102,14 +114,26 @@ def rewrite(gm: fx.GraphModule, inputs: Inputs, options: Options, observer: Obse
     )
     passes = with_added(built_in, options.passes, options.disable_passes)
     with no_autocast():
-        rewritten = _run_passes(gm, passes, options, observer, frame)
-        if rewritten is not None and policy.modules:
-            warn_unused(policy, frame, rewritten)
-        if rewritten is None:
+        reports: list[PassReport] = []
+        failure = None
+        try:
+            rewritten, reports = _run_passes(gm, passes)
+        except PassError as error:
+            if not options.fallback:
+                raise
+            log.debug("falling back", exc_info=True)
+            failure = error
+            if is_reported:
+                warn_fallback(error, gm.graph, frame)
             rewritten = copy_graph_module(gm)
             rewritten = as_native_region(rewritten, state, restores_outputs=restores_outputs)
+        else:
+            if is_reported:
+                record_graph(reports)
+            if policy.modules:
+                warn_unused(policy, frame, rewritten)
     root = None if frame.root is None else type(frame.root).__name__
-    return Rewritten(rewritten, state, frame, passes, root)
+    return Rewritten(rewritten, state, frame, passes, root, tuple(reports), failure)
 
 
 def _flattens(options: Options, state: AutocastState) -> bool:
@@ -224,29 +248,18 @@ def _indices(devices: Iterable[torch.device], device_type: str) -> tuple[int, ..
 
 
 def _run_passes(
-    captured: fx.GraphModule,
-    passes: Sequence[Pass],
-    options: Options,
-    observer: Observer,
-    frame: CompileFrame,
-) -> fx.GraphModule | None:
-    """Returns a rewritten copy of a graph; None if a pass failed and ``fallback`` is on."""
+    captured: fx.GraphModule, passes: Sequence[Pass]
+) -> tuple[fx.GraphModule, list[PassReport]]:
+    """Returns a rewritten copy of a graph, and the edits of each pass."""
     gm = copy_graph_module(captured)
     remember_captured(gm.graph)
     try:
-        reports = run_passes(gm, passes, observer=observer)
+        return gm, run_passes(gm, passes)
     except PassError as error:
-        if isinstance(error.__cause__, RejectedTransformError):
-            warn_transforms(error.__cause__, captured.graph)
-            without = tuple(map(_without_transforms, passes))
-            return _run_passes(captured, without, options, observer, frame)
-        if not options.fallback:
+        if not isinstance(error.__cause__, RejectedTransformError):
             raise
-        log.debug("falling back", exc_info=True)
-        observer.fell_back(error, captured.graph, frame)
-        return None
-    observer.rewritten(reports)
-    return gm
+        warn_transforms(error.__cause__, captured.graph)
+        return _run_passes(captured, tuple(map(_without_transforms, passes)))
 
 
 def _without_transforms(each: Pass) -> Pass:
@@ -254,18 +267,3 @@ def _without_transforms(each: Pass) -> Pass:
     if not isinstance(each, MarkRegions):
         return each
     return MarkRegions(dataclasses.replace(each.site, casts_transforms=False))
-
-
-class Reporting:
-    """Observer that counts rewrites in ``amp_fx.stats`` and warns of fallbacks."""
-
-    def after_pass(self, report: PassReport, gm: fx.GraphModule) -> None:
-        """Does nothing: the runner logs each pass."""
-
-    def fell_back(self, error: Exception, graph: fx.Graph, frame: CompileFrame) -> None:
-        """Warns once per cause."""
-        warn_fallback(error, graph, frame)
-
-    def rewritten(self, reports: Sequence[PassReport]) -> None:
-        """Adds the counts of all passes to ``amp_fx.stats``."""
-        record_graph(reports)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, NamedTuple
 
-from amp_fx.explanation.table import CASTS, bare_op
+from amp_fx.explanation.records import CASTS
+from amp_fx.explanation.table import bare_op
 from amp_fx.graphs.locations import short_path
 from amp_fx.reports import SHORT
 

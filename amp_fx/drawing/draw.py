@@ -21,8 +21,9 @@ from amp_fx.errors import OptionError
 from amp_fx.explanation.entry import explain_program
 from amp_fx.explanation.explanation import Explanation
 from amp_fx.explanation.network import _graphs_of
-from amp_fx.explanation.recorder import as_record
+from amp_fx.explanation.reading import read_graph
 from amp_fx.explanation.records import GraphRecord
+from amp_fx.regions.state import AutocastState
 
 if TYPE_CHECKING:
     import os
@@ -191,10 +192,10 @@ def _as_explanation(source: Any) -> Explanation:
     if isinstance(source, ExportedProgram):
         return explain_program(source)
     if isinstance(source, fx.GraphModule):
-        return _of_record(as_record(source), type(source).__name__)
+        return _of_record(read_graph(source, AutocastState.ambient()), type(source).__name__)
     if isinstance(source, fx.Graph):
-        owner = source.owning_module
-        return _of_record(as_record(fx.GraphModule(owner or {}, source)), "graph")
+        module = fx.GraphModule(source.owning_module or {}, source)
+        return _of_record(read_graph(module, AutocastState.ambient()), "graph")
     if isinstance(source, GraphRecord):
         return _of_record(source, f"graph {source.index}")
     raise OptionError(

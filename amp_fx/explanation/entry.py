@@ -17,34 +17,21 @@ from amp_fx.backend.numerics import is_strict
 from amp_fx.devices.wide_products import described
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import AmpFxError, OptionError, UnsupportedError
+from amp_fx.explanation.captured import first_lines, read_captured
 from amp_fx.explanation.explanation import Explanation
-from amp_fx.explanation.reading import FlopMeter, GraphReader
-from amp_fx.explanation.recorder import cast_record, first_lines, opaque_records, read_graphs
-from amp_fx.explanation.records import CastRecord, GraphRecord
-from amp_fx.explanation.running import (
-    Capture,
-    StandIn,
-    fake_stand_in,
-    real_stand_in,
-    run_stand_in,
-    shared_weights,
-)
+from amp_fx.explanation.reading import read_graph
+from amp_fx.explanation.running import fake_stand_in, run_stand_in, shared_weights
 from amp_fx.explanation.table import bare_op
 from amp_fx.exporting.entry import export
 from amp_fx.exporting.program import REGION, WEIGHTS, copied_graph
 from amp_fx.front.settings import NOT_COMPILED, RegionSettings, policy_for, unwrap
 from amp_fx.graphs.bodies import graphs_in
-from amp_fx.graphs.locations import module_types
-from amp_fx.graphs.metadata import CAST, SITE, STORED_LOW
-from amp_fx.graphs.reasons import clean_reason, region_names
+from amp_fx.graphs.metadata import SITE
 from amp_fx.graphs.records import AutocastSite
-from amp_fx.graphs.sizes import num_bytes
-from amp_fx.graphs.values import detect_fake_mode, recorded_value, remember_captured
+from amp_fx.graphs.values import remember_captured
 from amp_fx.options import Options, check_device_dtype, default_dtype, to_dtype
 from amp_fx.policies.policy import preset, preset_names
 from amp_fx.progress import working
-from amp_fx.regions.module_stack import NO_FRAME
-from amp_fx.regions.state import AutocastState
 from amp_fx.second_call import takes_inputs_later
 from amp_fx.torch_private.dynamo import BackendCompilerFailed, TorchRuntimeError
 from amp_fx.torch_private.fake_tensors import (
@@ -58,6 +45,7 @@ if TYPE_CHECKING:
 
     from torch import fx
 
+    from amp_fx.explanation.running import Capture, StandIn
     from amp_fx.policies.policy import Policy
 
 
@@ -78,25 +66,9 @@ def explain_program(
                 SITE.put(node, AutocastSite(state, is_grad_enabled=False))
     _name_weights(gm, program)
     remember_captured(gm.graph)
-    reader = GraphReader(gm, state, NO_FRAME, meter=FlopMeter(detect_fake_mode(gm.graph)))
-    nodes = reader.read()
-    casts = [
-        cast_record(node, node.all_input_nodes[0], reader, clean_reason(CAST.of(node).reason))
-        for node in gm.graph.nodes
-        if CAST.is_on(node)
-    ]
-    types = module_types(gm, NO_FRAME)
-    device, _, low = next(iter(region_names(state)), " ").partition(" ")
-    record = GraphRecord(
-        index=0,
-        stage="forward",
-        autocast=region_names(state),
-        nodes=nodes,
-        casts=(*casts, *_stored(gm, reader)),
-        opaque=opaque_records(nodes),
-        modules=tuple(types.items()),
-    )
-    name = types.get("") or "exported program"
+    record = read_graph(gm, state)
+    device, _, low = next(iter(record.autocast), " ").partition(" ")
+    name = dict(record.modules).get("") or "exported program"
     return Explanation(name, region.policy.name, low, device, False, (record,))
 
 
@@ -111,30 +83,6 @@ def _name_weights(gm: fx.GraphModule, program: ExportedProgram) -> None:
         if node.name in targets:
             node.target = targets[node.name]
             node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
-
-
-def _stored(gm: fx.GraphModule, reader: GraphReader) -> list[CastRecord]:
-    """Returns records of the casts that were removed because their weights are stored low."""
-    casts = []
-    for node in gm.graph.find_nodes(op="placeholder"):
-        value = recorded_value(node)
-        for index in range(STORED_LOW.get(node) or 0):
-            dtype = dtype_name(value.dtype)
-            cast = CastRecord(
-                name=f"{node.name}_{dtype}_{index}" if index else f"{node.name}_{dtype}",
-                source=node.name,
-                from_dtype="float32",
-                to_dtype=dtype,
-                wanted_by="",
-                state="removed",
-                removed_by=f"the weight is stored in {dtype}",
-                weight=str(node.target),
-                consumers=reader.names_of(list(node.users)),
-                bytes_read=2 * num_bytes(value),
-                bytes_written=num_bytes(value),
-            )
-            casts.append(cast)
-    return casts
 
 
 NEEDS_NUMBERS = (
@@ -184,8 +132,8 @@ def explain(
 
     ``amp_fx.explain(model)(x)`` captures a copy of the model with fake tensors; nothing is
     computed. The model may therefore be larger than memory: on the ``meta`` device, or created
-    under a ``FakeTensorMode``. A program that depends on values of tensors (``if x.sum() > 0``) is
-    run on a copy with real tensors, if it has real tensors.
+    under a ``FakeTensorMode``. A program that depends on values of tensors (``if x.sum() > 0``)
+    cannot be explained.
 
     Args:
         model: A module, a function, or an exported program. For a program that was compiled with
@@ -276,40 +224,40 @@ def _explain(
     kwargs: dict[str, Any],
 ) -> Explanation:
     stand_in = fake_stand_in(model, args, kwargs, request.device_type)
-    try:
-        capture = capture_call(stand_in, request)
-    except NEEDS_NUMBERS as error:
-        real = real_stand_in(model, args, kwargs, stand_in)
-        if real is None:
-            raise _as_explain_error(model, error) from error
-        stand_in = real
-        capture = capture_call(stand_in, request)
+    options, region = _options_and_region(stand_in, request)
+    capture = _capture(stand_in, options, region)
     if not capture.graphs:
         reasons = "; ".join(map(first_lines, capture.other_breaks)) or "is Dynamo disabled for it?"
         raise UnsupportedError(
             f"{_name(model)} has no graph: Dynamo captured no tensor op ({reasons})"
         )
+    device = stand_in.device_type if stand_in.imagined else None
+    records = read_captured(
+        capture.graphs,
+        dataclasses.replace(options, compiler="inductor"),
+        device,
+        wants_backward=request.backward,
+    )
     explanation = Explanation(
         model=_name(model),
         policy=label(request.policy),
         dtype=_dtype_of(capture, stand_in, request),
         device_type=stand_in.device_type,
         is_imagined=stand_in.imagined,
-        graphs=read_graphs(capture.graphs, stand_in.device_type if stand_in.imagined else None),
+        graphs=tuple(records),
         other_breaks=tuple(map(first_lines, capture.other_breaks)),
         is_whole=capture.is_whole,
         shared=shared_weights(stand_in.program, capture.outputs),
         shows_all=request.shows_all,
     )
-    capture.release()
-    if not stand_in.imagined and stand_in.device_type == "cpu":
-        explanation = dataclasses.replace(explanation, products=_products(explanation, request))
+    capture.graphs.clear()
+    if device is None and stand_in.device_type == "cpu":
+        explanation = dataclasses.replace(explanation, products=_products(explanation, options))
     return explanation
 
 
-def _products(explanation: Explanation, request: ExplainRequest) -> str:
+def _products(explanation: Explanation, options: Options) -> str:
     low = {bare_op(node.op) for node in explanation.nodes if node.dtype == explanation.dtype}
-    options = Options.parse(request.options)
     return "" if is_strict(options) else described(getattr(torch, explanation.dtype), low)
 
 
@@ -326,12 +274,10 @@ def _name(model: Any) -> str:
     return getattr(model, "__qualname__", None) or type(model).__name__
 
 
-def capture_call(
-    stand_in: StandIn,
-    request: ExplainRequest,
-    watch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
-) -> Capture:
-    """Captures the graphs of one call of a stand-in."""
+def _options_and_region(
+    stand_in: StandIn, request: ExplainRequest
+) -> tuple[Options, Callable[[], contextlib.AbstractContextManager[Any]]]:
+    """Returns the options of the backend, and the region around the call."""
     policy = request.policy
     dtype = request.dtype or policy.low_dtype(stand_in.device_type)
     dtype = dtype or default_dtype(stand_in.device_type)
@@ -349,17 +295,25 @@ def capture_call(
             request.settings, dtype=dtype, device_type=stand_in.device_type
         )
         region = functools.partial(settings.region, None, (), {})
+    return Options.parse(options), region
+
+
+def _capture(
+    stand_in: StandIn,
+    options: Options,
+    region: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> Capture:
     try:
-        return run_stand_in(stand_in, options, region, wants_backward=request.backward, watch=watch)
-    except (*NEEDS_NUMBERS, AmpFxError):
+        return run_stand_in(stand_in, options, region)
+    except AmpFxError:
         raise
     except Exception as error:
-        inner = _root_cause(error)
-        if isinstance(inner, (*NEEDS_NUMBERS, AmpFxError)):
-            raise inner from error
+        cause = _root_cause(error)
+        if isinstance(cause, AmpFxError):
+            raise cause from error
         if isinstance(error, TorchRuntimeError):
             error.__traceback__ = None  # only frames of Dynamo; the text contains the user's line
-        raise _as_explain_error(stand_in.program, error) from error
+        raise _as_explain_error(stand_in.program, cause, str(error)) from error
 
 
 def _root_cause(error: BaseException) -> BaseException:
@@ -367,23 +321,25 @@ def _root_cause(error: BaseException) -> BaseException:
     if isinstance(error, BackendCompilerFailed):
         return _root_cause(error.inner_exception)
     cause = error.__cause__
-    if isinstance(cause, (*NEEDS_NUMBERS, AmpFxError)):
-        return cause
-    return error
+    return cause if isinstance(cause, (*NEEDS_NUMBERS, AmpFxError)) else error
 
 
-def _as_explain_error(model: Any, error: BaseException) -> UnsupportedError:
-    text = str(error)
+def _as_explain_error(model: Any, error: BaseException, text: str) -> UnsupportedError:
     inner = _INNER_ERROR.search(text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    message = (
-        f"{inner[1]}: {inner[3]}" if inner else f"{type(error).__name__}: {' '.join(lines[:2])}"
-    )
+    if isinstance(error, NEEDS_NUMBERS):
+        message = "it depends on values of tensors, and explain computes none"
+        advice = "Explain the functions before and after such a line separately"
+    else:
+        message = (
+            f"{inner[1]}: {inner[3]}" if inner else f"{type(error).__name__}: {' '.join(lines[:2])}"
+        )
+        advice = "Check that it runs with them uncompiled"
     frames = [(file, line) for file, line in _FRAME.findall(text) if _TORCH not in file]
     position = "; at {}:{}".format(*frames[-1]) if frames else ""
     return UnsupportedError(
         f"{_name(model)} cannot be traced with these arguments: {message.rstrip('.')}{position}. "
-        "Check that it runs with them uncompiled"
+        f"{advice}"
     )
 
 
@@ -395,7 +351,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 def _dtype_of(capture: Capture, stand_in: StandIn, request: ExplainRequest) -> str:
     device = "cpu" if stand_in.imagined else stand_in.device_type
-    states = [graph.state for graph in capture.graphs] or [AutocastState.ambient()]
+    states = [graph.rewritten.state for graph in capture.graphs]
     enabled = [state for state in states if device in state.enabled]
     low = enabled[0].low_dtype(device) if enabled else request.dtype
     return dtype_name(low or default_dtype(stand_in.device_type))

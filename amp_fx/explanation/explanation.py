@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.explanation.records import Totals
+from amp_fx.explanation.table import graph_parts, notes_on, summary
 from amp_fx.reports import Report, piped_width, printed
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from amp_fx.explanation.records import CastRecord, GraphRecord, NodeRecord
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of ``Explanation.to_dict``; increased if a key is removed or changes its meaning."""
 
 
@@ -132,9 +133,21 @@ class Explanation(Report):
         return printed(self._render(), 80 if piped_width() is not None else None)
 
     def _render(self) -> RenderableType:
-        from amp_fx.explanation.table import render
+        from rich.console import Group
+        from rich.text import Text
 
-        return render(self)
+        imagined = " (device not available: its op tables on fake tensors)"
+        head = f" on {self.device_type} {self.dtype}, policy {self.policy!r}"
+        parts: list[RenderableType] = [
+            Text.assemble((self.model, "bold"), head, imagined if self.is_imagined else ""),
+            summary(self.totals, "forward"),
+        ]
+        if self.backward:
+            parts.append(summary(self.backward_totals, "backward"))
+        for graph in self.forward:
+            parts += graph_parts(graph, len(self.forward), shows_all=self.shows_all)
+        lines = [*notes_on(self.forward, self.breaks), *filter(None, [self.products])]
+        return Group(*parts, *map(Text, ["", *lines] if lines else []))
 
     def __repr__(self) -> str:
         """Returns a summary in one line."""
@@ -142,37 +155,30 @@ class Explanation(Report):
         return (
             f"<Explanation of {self.model}: {totals.num_graphs} graphs, "
             f"{totals.casts_put_in} casts inserted, {totals.casts_removed} removed, "
-            f"{totals.casts_kept} kept>"
+            f"{totals.casts_cached} cached>"
         )
 
 
 def _sum_up(graphs: Sequence[GraphRecord], *, num_breaks: int) -> Totals:
     casts = [cast for graph in graphs for cast in graph.casts]
-    removed = [cast for cast in casts if cast.state == "removed"]
-    kept = [cast for cast in casts if cast.state == "kept"]
+    cached = [cast for cast in casts if cast.state == "cached"]
     left = [cast for cast in casts if cast.state == "inserted"]
     ops = [n for graph in graphs for n in graph.nodes if n.kind in ("op", "opaque")]
-    flops: Counter[str] = Counter()
-    for node in ops:
-        if node.flops:
-            flops[node.dtype] += node.flops
-    copies = {(c.weight or c.source, c.to_dtype): c.bytes_written for c in kept}
-    values = [value for graph in graphs for value in graph.kept_values]
+    copies = {(c.weight or c.source, c.to_dtype): c.bytes_written for c in cached}
+    values = [value for graph in graphs for value in graph.cached_values]
     return Totals(
         num_graphs=len(graphs),
         num_ops=len(ops),
         ops_by_dtype=dict(Counter(node.dtype for node in ops if node.dtype).most_common()),
         casts_put_in=len(casts),
-        casts_removed=len(removed),
-        casts_kept=len(kept),
+        casts_removed=len(casts) - len(cached) - len(left),
+        casts_cached=len(cached),
         casts_left=len(left),
         bytes_cast=sum(cast.bytes_moved for cast in left),
-        bytes_kept=sum(cast.bytes_moved for cast in kept),
+        bytes_saved=sum(cast.bytes_moved for cast in cached),
         copy_bytes=sum(copies.values()),
-        values_kept=len(values),
+        values_cached=len(values),
         value_bytes=sum(value.num_bytes for value in values),
-        flops=dict(flops.most_common()),
-        flop_share={dtype: count / flops.total() for dtype, count in flops.most_common()},
         num_opaque=sum(len(graph.opaque) for graph in graphs),
         num_fallbacks=sum(bool(graph.fallback) for graph in graphs),
         num_breaks=num_breaks,

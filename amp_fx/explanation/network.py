@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import networkx as nx  # type: ignore[import-untyped]
 
 from amp_fx.errors import UnsupportedError
-from amp_fx.explanation.records import GraphRecord
-from amp_fx.explanation.table import CASTS
+from amp_fx.explanation.records import CASTS, GraphRecord
 
 if TYPE_CHECKING:
     from amp_fx.explanation.explanation import Explanation
@@ -27,7 +26,7 @@ def to_networkx(explanation: Explanation | GraphRecord, *, graph: int | None = N
     Nodes have the names of the explanation. If there are several graphs, names start with the
     number of the graph (``"1.linear"``, ``"1.backward.mm"``). Nodes have the attributes ``kind``,
     ``op``, ``module``, ``dtype`` (the compute dtype), ``policy``, ``origin``, ``reason``, ``file``,
-    ``line``, ``flops`` and ``graph``; casts also have ``bytes_moved``. Edges have the ``dtype``,
+    ``line`` and ``graph``; casts also have ``bytes_moved``. Edges have the ``dtype``,
     ``shape`` and ``bytes`` of their tensor.
 
     Args:
@@ -71,7 +70,7 @@ def _add(network: DiGraph, record: GraphRecord, prefix: str) -> None:
 
 
 def _attributes(node: NodeRecord) -> dict[str, Any]:
-    names = ("kind", "op", "module", "dtype", "origin", "reason", "file", "line", "flops")
+    names = ("kind", "op", "module", "dtype", "origin", "reason", "file", "line")
     policies = dict.fromkeys(decision.policy for decision in node.decisions)
     return {**{name: getattr(node, name) for name in names}, "policy": ", ".join(policies)}
 

@@ -1,120 +1,112 @@
-"""Converts rewritten graphs to records."""
+"""Converts graphs to records."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+import types
+from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.explanation.records import DecisionRecord, NodeRecord, TensorRecord
+from amp_fx.explanation.records import (
+    CASTS,
+    CastRecord,
+    DecisionRecord,
+    GraphRecord,
+    NodeRecord,
+    TensorRecord,
+    WeightRecord,
+)
 from amp_fx.graphs.bodies import bodies_of, is_rewritten, operands_of
-from amp_fx.graphs.decompose import NotPlainError, call_key
-from amp_fx.graphs.locations import NodeLocation, input_path, location_of, target_name
+from amp_fx.graphs.casts import CONVERT
+from amp_fx.graphs.locations import NodeLocation, input_path, location_of, module_types, target_name
 from amp_fx.graphs.markers import MARKERS
-from amp_fx.graphs.metadata import CAST, IS_CACHED, OPAQUE, SITE, VALUE
-from amp_fx.graphs.opaque import native_autocast
-from amp_fx.graphs.reasons import decisions_on, effect_of, origin_and_reason
+from amp_fx.graphs.metadata import CAST, OPAQUE, REMOVED_CASTS, SITE
+from amp_fx.graphs.reasons import (
+    clean_reason,
+    decisions_on,
+    effect_of,
+    origin_and_reason,
+    region_names,
+)
 from amp_fx.graphs.sizes import num_bytes
-from amp_fx.graphs.values import analysis, argument_values, call_target, recorded_value, tensors_in
+from amp_fx.graphs.values import recorded_value, storage_id, tensors_in, value_of
+from amp_fx.policies.calls import TO_COPY
 from amp_fx.policies.float8 import float8_product
 from amp_fx.policies.float32_products import WITH_OUT_DTYPE
-from amp_fx.torch_private import pytree
-from amp_fx.torch_private.ops import HigherOrderOperator
+from amp_fx.regions.module_stack import NO_FRAME
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
     from torch import fx
 
+    from amp_fx.passes.low_reads import LowRead
     from amp_fx.regions.module_stack import CompileFrame
     from amp_fx.regions.state import AutocastState
-    from amp_fx.torch_private.fake_tensors import FakeTensorMode
-
-
-class FlopMeter:
-    """Counter of the floating-point operations of nodes, which it calls on fake tensors."""
-
-    def __init__(self, fake_mode: FakeTensorMode | None) -> None:
-        self._fake_mode = fake_mode
-        self._memo: dict[Any, int] = {}
-
-    def count(self, node: fx.Node) -> int:
-        """Returns the operations of one call of a node; 0 if the node cannot be called alone."""
-        if node.op not in ("call_function", "call_method") or IS_CACHED.is_on(node):
-            return 0
-        if isinstance(node.target, HigherOrderOperator) or not _may_multiply(node):
-            return 0
-        if self._fake_mode is None or any(not VALUE.is_on(n) for n in node.all_input_nodes):
-            return 0
-        try:
-            key = call_key(node, node.all_input_nodes)
-        except NotPlainError:
-            return self._call(node)
-        if OPAQUE.is_on(node):
-            return self._call(node)
-        if key not in self._memo:
-            self._memo[key] = self._call(node)
-        return self._memo[key]
-
-    def _call(self, node: fx.Node) -> int:
-        with contextlib.ExitStack() as stack:
-            if OPAQUE.is_on(node):
-                stack.enter_context(native_autocast(node, self._fake_mode))
-                stack.enter_context(torch.no_grad())
-            else:
-                stack.enter_context(analysis(self._fake_mode, is_grad_enabled=False))
-            try:
-                arguments = argument_values(node)
-                args, kwargs = pytree.tree_map_only(torch.Tensor, torch.detach, arguments)
-                counter = stack.enter_context(FlopCounterMode(display=False))
-                call_target(node, args, kwargs)
-            except Exception:  # noqa: BLE001 - opaque nodes and bodies of vmap may not run alone
-                return 0
-        return int(counter.get_total_flops())
-
-
-def _may_multiply(node: fx.Node) -> bool:
-    """Returns True for ops of at least two tensors, the only ones with FLOP formulas."""
-    args, kwargs = argument_values(node)
-    return len(tensors_in(args, kwargs)) > 1
-
 
 _INPUTS = ("input", "weight")
 
 
-@dataclasses.dataclass(eq=False)
-class GraphReader:
-    """Reader of the nodes of one graph, including bodies of higher-order ops.
+def read_graph(
+    gm: fx.GraphModule,
+    state: AutocastState,
+    frame: CompileFrame = NO_FRAME,
+    *,
+    index: int = 0,
+    stage: str = "forward",
+    device: str | None = None,
+    fallback: str = "",
+    reads: Mapping[fx.Node, LowRead] = types.MappingProxyType({}),
+    cached: Collection[tuple[int, torch.dtype]] = (),
+) -> GraphRecord:
+    """Reads a graph, including bodies of higher-order ops, in one pass over its nodes.
 
-    Attributes:
-        gm: The graph.
+    Args:
+        gm: The graph, whose nodes have values.
         state: The autocast state at the start of the graph.
         frame: The modules around the graph.
+        index: Number of the graph.
+        stage: ``"forward"`` or ``"backward"``.
         device: The device type that the CPU represents, or None.
-        meter: Counts operations; None omits them.
         fallback: The reason why the graph was not rewritten, or empty.
-        names: The names under which nodes are recorded.
+        reads: The weights that are only read in a low dtype.
+        cached: Storages of weights, with the dtypes in which their casts are cached.
     """
+    reader = _GraphReader(state, frame, stage, device, fallback, reads, cached)
+    reader.read(gm, "")
+    return GraphRecord(
+        index=index,
+        stage=stage,
+        autocast=tuple(map(reader.on_device, region_names(state))),
+        nodes=tuple(reader.nodes),
+        casts=tuple(reader.casts),
+        weights=tuple(reader.weights),
+        modules=tuple(module_types(gm, frame).items()),
+        fallback=fallback,
+    )
 
-    gm: fx.GraphModule
+
+@dataclasses.dataclass(eq=False)
+class _GraphReader:
+    """Reader of one graph; ``read_graph`` describes its attributes."""
+
     state: AutocastState
     frame: CompileFrame
-    _: dataclasses.KW_ONLY
-    device: str | None = None
-    meter: FlopMeter | None = None
-    fallback: str = ""
+    stage: str
+    device: str | None
+    fallback: str
+    reads: Mapping[fx.Node, LowRead]
+    cached: Collection[tuple[int, torch.dtype]]
     names: dict[fx.Node, tuple[str, ...]] = dataclasses.field(init=False, default_factory=dict)
-    _records: list[NodeRecord] = dataclasses.field(init=False, default_factory=list)
+    nodes: list[NodeRecord] = dataclasses.field(init=False, default_factory=list)
+    casts: list[CastRecord] = dataclasses.field(init=False, default_factory=list)
+    weights: list[WeightRecord] = dataclasses.field(init=False, default_factory=list)
 
-    def read(self) -> tuple[NodeRecord, ...]:
-        """Returns the records of all nodes, in order."""
-        self._read_graph(self.gm, "")
-        return tuple(self._records)
-
-    def _read_graph(self, gm: fx.GraphModule, prefix: str) -> None:
+    def read(self, gm: fx.GraphModule, prefix: str) -> None:
+        """Adds the records of a graph; in a body, names begin with a prefix."""
         for node in gm.graph.nodes:
             if node.target in MARKERS or (prefix and node.op in ("placeholder", "output")):
                 continue
@@ -122,8 +114,13 @@ class GraphReader:
                 continue
             inputs = self._read_bodies(gm, node, prefix) if is_rewritten(node) else None
             self.names[node] = (prefix + node.name,)
-            names = self.names_of(node.all_input_nodes) if inputs is None else inputs
-            self._records.append(self._record(node, prefix, names))
+            names = self._names_of(node.all_input_nodes) if inputs is None else inputs
+            kind = self._kind(node)
+            self.nodes.append(self._record(node, prefix, kind, names))
+            self._add_casts(node, prefix, kind)
+            value = recorded_value(node)
+            if kind == "weight" and not prefix and isinstance(value, torch.Tensor):
+                self.weights.append(self._weight(node, value))
 
     def _read_bodies(self, gm: fx.GraphModule, node: fx.Node, prefix: str) -> tuple[str, ...]:
         """Reads the bodies of a higher-order op; returns the names of their results."""
@@ -133,24 +130,42 @@ class GraphReader:
             for inner, operand in zip(placeholders, operands_of(node), strict=False):
                 self.names[inner] = self.names.get(operand, ())
             label = next(name for name, child in gm.named_children() if child is body)
-            self._read_graph(body, f"{prefix}{label}.")
-            results += self.names_of(body.graph.output_node().all_input_nodes)
+            self.read(body, f"{prefix}{label}.")
+            results += self._names_of(body.graph.output_node().all_input_nodes)
         return tuple(dict.fromkeys(results))
 
-    def names_of(self, nodes: list[fx.Node]) -> tuple[str, ...]:
+    def _names_of(self, nodes: list[fx.Node]) -> tuple[str, ...]:
         """Returns the names under which nodes are recorded."""
         return tuple(dict.fromkeys(name for node in nodes for name in self.names.get(node, ())))
 
-    def _record(self, node: fx.Node, prefix: str, inputs: tuple[str, ...]) -> NodeRecord:
-        kind = kind_of(node)
-        location = (
-            self._input_location(node, kind) if kind in _INPUTS else location_of(node, self.frame)
-        )
+    def _kind(self, node: fx.Node) -> str:
+        """Returns ``NodeRecord.kind``."""
+        if node.op == "output":
+            return "output"
+        if node.op == "placeholder":
+            is_static = (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type")
+            is_parameter = isinstance(recorded_value(node), torch.nn.Parameter)
+            return "weight" if is_parameter or is_static is not None else "input"
+        if node.op == "get_attr":
+            return "weight"
+        cast = CAST.get(node)
+        if cast is not None:
+            source = storage_id(value_of(node.all_input_nodes[0])) if self.cached else 0
+            return "cached_cast" if (source, cast.dtype) in self.cached else "cast"
+        return "opaque" if OPAQUE.is_on(node) else "op"
+
+    def _record(self, node: fx.Node, prefix: str, kind: str, inputs: tuple[str, ...]) -> NodeRecord:
+        location = location_of(node, self.frame)
+        op = target_name(node)
+        if kind in _INPUTS:
+            op = input_path(node, self.frame)
+            # A weight belongs to its module, an argument to the root.
+            location = NodeLocation("" if kind == "input" else op.rpartition(".")[0])
         origin, reason = origin_and_reason(node, kind, self.state, self.fallback)
         return NodeRecord(
             name=prefix + node.name,
             kind=kind,
-            op=self._label(node, kind),
+            op=op,
             module=location.module,
             module_type=location.module_type,
             file=location.file,
@@ -161,18 +176,9 @@ class GraphReader:
             outputs=tuple(self._tensor(t) for t in _results(node)),
             decisions=self._decisions(node),
             origin=origin,
-            reason=reason.replace("cpu ", f"{self.device} ") if self.device else reason,
-            flops=self.meter.count(node) if self.meter is not None else 0,
+            reason=self.on_device(reason),
             is_view=kind == "op" and is_view(node),
         )
-
-    def _label(self, node: fx.Node, kind: str) -> str:
-        return input_path(node, self.frame) if kind in _INPUTS else target_name(node)
-
-    def _input_location(self, node: fx.Node, kind: str) -> NodeLocation:
-        """Returns the module that owns a weight; arguments belong to the root."""
-        owner = "" if kind == "input" else self._label(node, kind).rpartition(".")[0]
-        return NodeLocation(owner)
 
     def _decisions(self, node: fx.Node) -> tuple[DecisionRecord, ...]:
         return tuple(
@@ -193,6 +199,68 @@ class GraphReader:
             self.device if self.device and tensor.device.type == "cpu" else tensor.device.type,
             num_bytes(tensor),
         )
+
+    def on_device(self, text: str) -> str:
+        """Replaces the CPU in a text by the device type that it represents."""
+        return text.replace("cpu ", f"{self.device} ") if self.device else text
+
+    def _add_casts(self, node: fx.Node, prefix: str, kind: str) -> None:
+        """Adds the records of a cast, and of the casts that the node replaced."""
+        if kind in CASTS or (self.stage == "backward" and _is_backward_cast(node)):
+            [source] = node.all_input_nodes
+            old, new = recorded_value(source), recorded_value(node)
+            record = CastRecord(
+                name=prefix + node.name,
+                source=next(iter(self.names.get(source, ())), source.name),
+                from_dtype=dtype_name(old.dtype),
+                to_dtype=dtype_name(new.dtype),
+                wanted_by=clean_reason(CAST.of(node).reason) if CAST.is_on(node) else self.stage,
+                state="cached" if kind == "cached_cast" else "inserted",
+                removed_by="",
+                weight=self._weight_path(source),
+                consumers=tuple(prefix + user.name for user in node.users),
+                bytes_read=num_bytes(old),
+                bytes_written=num_bytes(new),
+            )
+            self.casts.append(record)
+        for removed in REMOVED_CASTS.get(node) or ():
+            source = next((n for n in node.graph.nodes if n.name == removed.source), node)
+            cast = removed.cast
+            record = CastRecord(
+                name=prefix + removed.name,
+                source=prefix + removed.source,
+                from_dtype=dtype_name(cast.source_dtype),
+                to_dtype=dtype_name(cast.dtype),
+                wanted_by=clean_reason(cast.reason),
+                state="removed",
+                removed_by=removed.why,
+                weight=self._weight_path(source),
+                consumers=tuple(prefix + name for name in removed.readers),
+                bytes_read=removed.num_elements * cast.source_dtype.itemsize,
+                bytes_written=removed.num_elements * cast.dtype.itemsize,
+            )
+            self.casts.append(record)
+
+    def _weight_path(self, source: fx.Node) -> str:
+        return input_path(source, self.frame) if self._kind(source) == "weight" else ""
+
+    def _weight(self, node: fx.Node, value: torch.Tensor) -> WeightRecord:
+        read = self.reads.get(node)
+        return WeightRecord(
+            path=input_path(node, self.frame),
+            dtype=dtype_name(value.dtype),
+            num_bytes=num_bytes(value),
+            low_dtype=dtype_name(read.dtype) if read is not None else "",
+            is_one_cast=read is not None and read.is_one_cast,
+        )
+
+
+def _is_backward_cast(node: fx.Node) -> bool:
+    """Returns True for a node that changes the dtype of a floating-point tensor."""
+    if node.target not in (TO_COPY, CONVERT):
+        return False
+    old, new = recorded_value(node.all_input_nodes[0]), recorded_value(node)
+    return bool(old.is_floating_point() and old.dtype != new.dtype)
 
 
 def _results(node: fx.Node) -> list[torch.Tensor]:
@@ -219,21 +287,6 @@ def is_view(node: fx.Node) -> bool:
     if packet is None or {t.dtype for t in results} != {t.dtype for t in inputs}:
         return False
     return any(getattr(packet, overload).is_view for overload in packet.overloads())
-
-
-def kind_of(node: fx.Node) -> str:
-    """Returns the kind of a node (``NodeRecord.kind``)."""
-    if node.op == "output":
-        return "output"
-    if node.op == "placeholder":
-        is_static = (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type")
-        is_parameter = isinstance(recorded_value(node), torch.nn.Parameter)
-        return "weight" if is_parameter or is_static is not None else "input"
-    if node.op == "get_attr":
-        return "weight"
-    if CAST.is_on(node):
-        return "kept_cast" if IS_CACHED.is_on(node) else "cast"
-    return "opaque" if OPAQUE.is_on(node) else "op"
 
 
 def run_dtype(node: fx.Node) -> str:

@@ -13,6 +13,9 @@ from amp_fx.tables.cast_policy import NO_POLICY
 
 Size = int | str
 
+CASTS = ("cast", "cached_cast")
+"""Kinds of nodes that are casts."""
+
 
 @dataclasses.dataclass(frozen=True)
 class TensorRecord:
@@ -65,11 +68,11 @@ class CastRecord:
         from_dtype: Dtype of the source.
         to_dtype: Dtype of the result.
         wanted_by: The op that needs the cast, ``"output"``, or the reason why a dtype was restored.
-        state: ``"inserted"`` (computed in every call), ``"kept"`` (computed once per update of
+        state: ``"inserted"`` (computed in every call), ``"cached"`` (computed once per update of
             the weight) or ``"removed"``.
         removed_by: The reason of the removal, or ``""``.
         weight: Path of the parameter or buffer that is cast; ``""`` for other tensors.
-        consumers: Names of the nodes that read the cast when it was inserted.
+        consumers: Names of the nodes that read the cast.
         bytes_read: Bytes of the source.
         bytes_written: Bytes of the result.
     """
@@ -99,7 +102,7 @@ class NodeRecord:
     Attributes:
         name: Name, unique in the graph. The names of nodes in a body of a higher-order op start
             with the body's name and a dot.
-        kind: ``"input"``, ``"weight"``, ``"op"``, ``"cast"``, ``"kept_cast"`` (a cast that is
+        kind: ``"input"``, ``"weight"``, ``"op"``, ``"cast"``, ``"cached_cast"`` (a cast that is
             computed once per update of the weight), ``"opaque"`` or ``"output"``.
         op: The target: ``"aten.linear"``, ``"F.gelu"``, ``".view"``; for inputs, the path in the
             model.
@@ -117,7 +120,6 @@ class NodeRecord:
             policy), an override, ``"opaque"``, ``"unlisted"``, ``"off"`` (autocast is off) or
             ``""`` for inputs and casts.
         reason: The treatment and its origin as a sentence.
-        flops: Floating-point operations of one call, from ``torch.utils.flop_counter``.
         is_view: True if the node returns the elements of its input unchanged, as view or copy.
     """
 
@@ -135,7 +137,6 @@ class NodeRecord:
     decisions: tuple[DecisionRecord, ...]
     origin: str
     reason: str
-    flops: int
     is_view: bool = False
 
     @property
@@ -156,7 +157,7 @@ class OpaqueRecord:
 
 
 @dataclasses.dataclass(frozen=True)
-class KeptValueRecord:
+class CachedValueRecord:
     """A value computed from weights alone that is cached across calls.
 
     Attributes:
@@ -207,14 +208,13 @@ class GraphRecord:
         nodes: Nodes of the rewritten graph, in order.
         before: Nodes of the captured graph, in order.
         casts: The inserted casts, including removed ones; in a backward, the derivatives of casts.
-        opaque: The nodes that run under native autocast.
         weights: The parameters and buffers that the graph reads; empty for a backward.
         counts: Counts of the passes, such as ``(("casts_inserted", 12), ...)``.
         modules: Classes of the modules around its nodes, by path.
         fallback: The reason why the whole graph runs under native autocast, or ``""``.
         break_reason: The reason of the graph break at its end, or ``""``.
         break_at: Source line of the graph break, or ``""``.
-        kept_values: The values that are cached across calls, including casts.
+        cached_values: The values that are cached across calls, including casts.
         uncached: The weights without a cached value, each with the reason.
     """
 
@@ -224,15 +224,22 @@ class GraphRecord:
     nodes: tuple[NodeRecord, ...]
     before: tuple[NodeRecord, ...] = ()
     casts: tuple[CastRecord, ...] = ()
-    opaque: tuple[OpaqueRecord, ...] = ()
     weights: tuple[WeightRecord, ...] = ()
     counts: tuple[tuple[str, int], ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
     fallback: str = ""
     break_reason: str = ""
     break_at: str = ""
-    kept_values: tuple[KeptValueRecord, ...] = ()
+    cached_values: tuple[CachedValueRecord, ...] = ()
     uncached: tuple[tuple[str, str], ...] = ()
+
+    computed = ("opaque",)
+
+    @property
+    def opaque(self) -> tuple[OpaqueRecord, ...]:
+        """The nodes that run under native autocast."""
+        opaque = [node for node in self.nodes if node.kind == "opaque"]
+        return tuple(OpaqueRecord(n.name, n.op, n.module, n.reason) for n in opaque)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,15 +252,13 @@ class Totals:
         ops_by_dtype: Number of these nodes by compute dtype.
         casts_put_in: Number of inserted casts, including removed ones.
         casts_removed: Number of removed casts: shared casts and round trips.
-        casts_kept: Number of casts that are computed once per update of a weight.
+        casts_cached: Number of casts that are computed once per update of a weight.
         casts_left: Number of casts that are computed in every call.
         bytes_cast: Bytes that the casts of every call read and write.
-        bytes_kept: Bytes that cached casts of weights save in every call.
+        bytes_saved: Bytes that cached casts of weights save in every call.
         copy_bytes: Bytes of the results of cached casts.
-        values_kept: Number of cached values (``GraphRecord.kept_values``), including casts.
+        values_cached: Number of cached values (``GraphRecord.cached_values``), including casts.
         value_bytes: Memory of cached values.
-        flops: Floating-point operations by compute dtype.
-        flop_share: Shares of ``flops``, with a sum of 1.
         num_opaque: Number of nodes that run under native autocast.
         num_fallbacks: Number of graphs that were not rewritten.
         num_breaks: Number of graph breaks.
@@ -264,15 +269,13 @@ class Totals:
     ops_by_dtype: dict[str, int]
     casts_put_in: int
     casts_removed: int
-    casts_kept: int
+    casts_cached: int
     casts_left: int
     bytes_cast: int
-    bytes_kept: int
+    bytes_saved: int
     copy_bytes: int
-    values_kept: int
+    values_cached: int
     value_bytes: int
-    flops: dict[str, int]
-    flop_share: dict[str, float]
     num_opaque: int
     num_fallbacks: int
     num_breaks: int

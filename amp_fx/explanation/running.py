@@ -12,18 +12,17 @@ import contextlib
 import copy
 import dataclasses
 import sys
+import warnings
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from amp_fx.backend.entry import called_in, prepare_torch
-from amp_fx.backend.rewrite import rewrite, start_state
+from amp_fx.backend.entry import prepare_torch
+from amp_fx.backend.rewrite import rewrite
 from amp_fx.errors import OptionError, UnsupportedError
-from amp_fx.explanation.recorder import GraphRecorder, SeenGraph
 from amp_fx.graphs.values import hide_meta_errors, storage_id, to_meta_inputs
-from amp_fx.options import Options
 from amp_fx.random_states import preserve_random_states
 from amp_fx.regions.state import autocast_device_types, left_on_error, no_autocast
 from amp_fx.torch_private import pytree
@@ -35,9 +34,12 @@ from amp_fx.torch_private.modules import has_global_module_hooks
 from amp_fx.weights.inputs import Inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import fx
+
+    from amp_fx.backend.rewrite import Rewritten
+    from amp_fx.options import Options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +48,7 @@ class StandIn:
 
     Attributes:
         program: The copy of the model; functions are not copied.
-        fake_mode: The fake mode of its tensors; None if they are real.
+        fake_mode: The fake mode of its tensors.
         device_type: The device type whose autocast is explained.
         imagined: Whether the CPU represents that device.
     """
@@ -54,7 +56,7 @@ class StandIn:
     program: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    fake_mode: FakeTensorMode | None
+    fake_mode: FakeTensorMode
     device_type: str
     imagined: bool
 
@@ -82,32 +84,9 @@ def fake_stand_in(
 
     for tensor in tensors:
         fake(tensor)
-    program = _copy_module(model, copies) if isinstance(model, torch.nn.Module) else model
+    program = copy_module(model, copies) if isinstance(model, torch.nn.Module) else model
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
     return StandIn(program, fake_args, fake_kwargs, mode, target, imagined)
-
-
-def real_stand_in(
-    model: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], like: StandIn
-) -> StandIn | None:
-    """Creates a stand-in with real tensors for programs that depend on values.
-
-    Returns None if the model's tensors are fake or on the meta device, or if tensors of an
-    accelerator would have to be moved.
-    """
-    tensors = [*module_tensors(model), *leaf_tensors((args, kwargs))]
-    is_real = all(not isinstance(t, FakeTensor) and t.device.type != "meta" for t in tensors)
-    if not is_real or (like.imagined and any(t.device.type != "cpu" for t in tensors)):
-        return None
-    program = _copy_module(model, {}) if isinstance(model, torch.nn.Module) else model
-    copies = pytree.tree_map_only(torch.Tensor, _clone, (args, kwargs))
-    return dataclasses.replace(
-        like, program=program, args=copies[0], kwargs=copies[1], fake_mode=None
-    )
-
-
-def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def target_device(present: set[str], device_type: str | None = None) -> str:
@@ -195,7 +174,7 @@ def _empty_like(tensor: torch.Tensor, device: str | torch.device) -> torch.Tenso
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def _copy_module(model: torch.nn.Module, copies: dict[int, torch.Tensor]) -> torch.nn.Module:
+def copy_module(model: torch.nn.Module, copies: dict[int, torch.Tensor]) -> torch.nn.Module:
     """Returns a deep copy whose tensors are ``copies``, by ``id`` of the originals."""
     memo: dict[int, Any] = dict(copies)
     try:
@@ -214,64 +193,74 @@ def _copy_module(model: torch.nn.Module, copies: dict[int, torch.Tensor]) -> tor
         ) from error
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
+class CapturedGraph:
+    """A graph that Dynamo captured, and its rewritten copy.
+
+    Attributes:
+        gm: The captured graph.
+        inputs: Its inputs, fake.
+        rewritten: The copy with casts.
+        is_grad_enabled: Whether gradients are recorded.
+    """
+
+    gm: fx.GraphModule
+    inputs: tuple[Any, ...]
+    rewritten: Rewritten
+    is_grad_enabled: bool
+
+    @property
+    def fallback(self) -> str:
+        """The reason why the graph was not rewritten, or empty."""
+        return "" if self.rewritten.error is None else str(self.rewritten.error)
+
+
+@dataclasses.dataclass(frozen=True)
 class Capture:
     """Graphs that Dynamo captured in one call.
 
     Attributes:
-        graphs: The graphs.
+        graphs: The graphs. The caller clears the list, because Dynamo's cache refers to it.
         other_breaks: Reasons of graph breaks that do not end a captured graph.
         is_whole: Whether one graph contains the whole program.
         outputs: The outputs of the call.
     """
 
-    graphs: list[SeenGraph]
-    other_breaks: list[str]
+    graphs: list[CapturedGraph]
+    other_breaks: tuple[str, ...]
     is_whole: bool
     outputs: Any
-
-    def release(self) -> None:
-        """Frees the graphs, because entries in Dynamo's cache outlive the call."""
-        for graph in self.graphs:
-            vars(graph).clear()
-        self.graphs.clear()
-        self.outputs = None
 
 
 def run_stand_in(
     stand_in: StandIn,
-    options: Mapping[str, Any],
+    options: Options,
     region: Callable[[], contextlib.AbstractContextManager[Any]],
-    *,
-    wants_backward: bool,
-    watch: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
 ) -> Capture:
-    """Captures the graphs of one call.
+    """Captures and rewrites the graphs of one call.
 
     Args:
         stand_in: The program and its arguments.
         options: Options of the backend.
         region: Returns the region around the call.
-        wants_backward: Whether backward graphs are derived.
-        watch: Returns a context in which each graph runs.
     """
-    graphs: list[SeenGraph] = []
+    graphs: list[CapturedGraph] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         if stand_in.imagined:
             _move_regions(gm, stand_in.device_type)
-        parsed = Options.parse(options)
-        graphs.append(SeenGraph(gm, start_state(gm, parsed)))
-        recorder = GraphRecorder(
-            graphs[-1],
-            wants_backward=wants_backward,
-            options=dataclasses.replace(parsed, compiler="inductor"),
-            is_imagined=stand_in.imagined,
-        )
-        rewritten = rewrite(gm, Inputs.of(gm, to_meta_inputs(example_inputs)), parsed, recorder)
-        with no_autocast():
-            run = called_in(watch, recorder.finish(rewritten, example_inputs))
-            return called_in(no_autocast, run)
+        inputs = Inputs.of(gm, to_meta_inputs(example_inputs))
+        rewritten = rewrite(gm, inputs, options, is_reported=False)
+        captured = CapturedGraph(gm, tuple(example_inputs), rewritten, torch.is_grad_enabled())
+        index = len(graphs)
+        graphs.append(captured)
+
+        def run(*args: Any) -> Any:
+            with warnings.catch_warnings(), no_autocast():
+                warnings.simplefilter("ignore")  # Dynamo has already issued them
+                return graphs[index].rewritten.gm(*args)
+
+        return run
 
     before = Counter(counters["graph_break"])
     with contextlib.ExitStack() as stack:
@@ -282,18 +271,17 @@ def run_stand_in(
         stack.enter_context(left_on_error())
         stack.enter_context(restore_functorch_levels())
         stack.enter_context(torch.set_grad_enabled(torch.is_grad_enabled()))
-        if stand_in.fake_mode is not None:
-            stack.enter_context(stand_in.fake_mode)
+        stack.enter_context(stand_in.fake_mode)
         stack.enter_context(region())
         outputs = optimized(backend)(stand_in.program)(*stand_in.args, **stand_in.kwargs)
         new = Counter(counters["graph_break"]) - before
-    reasons: list[Any] = [graph.captured.compile_subgraph_reason for graph in graphs]
+    reasons: list[Any] = [graph.gm.compile_subgraph_reason for graph in graphs]
     ended = Counter(str(reason.reason) for reason in reasons if reason.graph_break)
     is_whole = not new and _is_whole(graphs, stand_in.program)
-    return Capture(graphs, [*(new - ended).elements()], is_whole, outputs)
+    return Capture(graphs, tuple((new - ended).elements()), is_whole, outputs)
 
 
-def _is_whole(graphs: Sequence[SeenGraph], program: Callable[..., Any]) -> bool:
+def _is_whole(graphs: Sequence[CapturedGraph], program: Callable[..., Any]) -> bool:
     """Returns True if a single graph was captured, from the frame of the program.
 
     If Dynamo skips a frame, it runs the frame without a graph break and captures the functions that
@@ -301,7 +289,7 @@ def _is_whole(graphs: Sequence[SeenGraph], program: Callable[..., Any]) -> bool:
     """
     if len(graphs) != 1 or graphs[0].fallback:
         return False
-    frame = graphs[0].frame
+    frame = graphs[0].rewritten.frame
     if isinstance(program, torch.nn.Module):
         is_outermost = frame.root is program and len(frame.stack) == 1
         return is_outermost and not has_hooks(program)

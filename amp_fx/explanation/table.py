@@ -15,11 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-    from amp_fx.explanation.explanation import Explanation
     from amp_fx.explanation.records import GraphRecord, NodeRecord, Totals
-
-CASTS = ("cast", "kept_cast")
-"""Kinds of nodes that are casts."""
 
 
 def bare_op(op: str) -> str:
@@ -59,53 +55,27 @@ def number_ranges(numbers: Iterable[int]) -> str:
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-def render(explanation: Explanation) -> RenderableType:
-    """Renders the table of an explanation."""
-    from rich.console import Group
+def summary(totals: Totals, stage: str) -> Text:
+    """Returns a few lines on the graphs of a stage: ``"forward"`` or ``"backward"``."""
     from rich.text import Text
 
-    parts: list[RenderableType] = [_head(explanation), _summary(explanation.totals, "forward")]
-    if explanation.backward:
-        parts.append(_summary(explanation.backward_totals, "backward"))
-    for graph in explanation.forward:
-        parts += [Text(""), _graph_title(graph, len(explanation.forward))]
-        parts += _of_graph(graph, shows_all=explanation.shows_all)
-    notes = _notes(explanation)
-    return Group(*parts, *([Text(""), *notes] if notes else []))
-
-
-def _head(explanation: Explanation) -> Text:
-    from rich.text import Text
-
-    target = f"{explanation.device_type} {explanation.dtype}"
-    imagined = " (device not available: its op tables on fake tensors)"
-    policy = f"policy {explanation.policy!r}"
-    text = Text.assemble((explanation.model, "bold"), f" on {target}, {policy}")
-    return text.append(imagined if explanation.is_imagined else "")
-
-
-def _summary(totals: Totals, stage: str) -> Text:
-    from rich.text import Text
-
-    share = ", ".join(f"{part:.1%} {dtype}" for dtype, part in totals.flop_share.items())
     ops = ", ".join(f"{count} {dtype}" for dtype, count in totals.ops_by_dtype.items())
     lines = [
         f"{stage}: {_count(totals.num_graphs, 'graph')}, {_count(totals.num_ops, 'op')}"
-        + (f" ({ops})" if ops else ""),
-        f"  FLOPs  {human(sum(totals.flops.values()), '')}: {share or 'none'}",
+        + (f" ({ops})" if ops else "")
     ]
     if stage == "forward":
         lines.append(
             f"  casts  {totals.casts_put_in} inserted: {totals.casts_left} in every call"
-            f" ({human(totals.bytes_cast)}), {totals.casts_kept} kept,"
+            f" ({human(totals.bytes_cast)}), {totals.casts_cached} cached,"
             f" {totals.casts_removed} removed"
         )
     else:
         lines.append(f"  casts  {totals.casts_left} ({human(totals.bytes_cast)})")
-    if totals.casts_kept:
-        lines.append(f"  kept   casts of weights move {human(totals.bytes_kept)} less per call")
-    if totals.values_kept:
-        values = _count(totals.values_kept, "value")
+    if totals.casts_cached:
+        lines.append(f"  cached casts of weights move {human(totals.bytes_saved)} less per call")
+    if totals.values_cached:
+        values = _count(totals.values_cached, "value")
         lines.append(f"  cached {values} computed from weights take {human(totals.value_bytes)}")
     return Text("\n".join(lines))
 
@@ -114,23 +84,18 @@ def _count(number: int, word: str) -> str:
     return f"{number} {word}" + ("" if number == 1 else "s")
 
 
-def _graph_title(graph: GraphRecord, num_graphs: int) -> Text:
+def graph_parts(graph: GraphRecord, num_graphs: int, *, shows_all: bool) -> list[RenderableType]:
+    """Returns the ops of a graph by module, reasons for their treatments, and uncached weights."""
     from rich.text import Text
 
     autocast = ", ".join(graph.autocast) or "no autocast"
     number = f"graph {graph.index}, " if num_graphs > 1 else ""
-    return Text(f"{number}{autocast}", style="bold")
-
-
-def _of_graph(graph: GraphRecord, *, shows_all: bool) -> list[RenderableType]:
-    """Returns the ops of a graph by module, reasons for their treatments, and uncached weights."""
-    from rich.text import Text
-
+    title = Text(f"{number}{autocast}", style="bold")
     casts = {node.name: _casts_before(node, graph) for node in graph.nodes}
     ops = [node for node in graph.nodes if node.kind in ("op", "opaque")]
     shown = [n for n in ops if shows_all or not n.is_view or n.decisions or casts[n.name]]
-    parts: list[RenderableType] = [_ops_table(shown, casts), Text("why", style="bold")]
-    parts.append(_reasons_table(shown))
+    parts: list[RenderableType] = [Text(""), title, _ops_table(shown, casts)]
+    parts += [Text("why", style="bold"), _reasons_table(shown)]
     if graph.uncached:
         parts += [Text("not cached", style="bold"), _uncached_table(graph.uncached)]
     if len(shown) < len(ops):
@@ -161,8 +126,8 @@ def _ops_table(nodes: Iterable[NodeRecord], casts: Mapping[str, str]) -> Table:
 def _casts_before(node: NodeRecord, graph: GraphRecord) -> str:
     kinds = Counter(other.kind for other in graph.nodes if other.name in node.inputs)
     parts = [str(kinds["cast"])] if kinds["cast"] else []
-    if kinds["kept_cast"]:
-        parts.append(f"{kinds['kept_cast']} kept")
+    if kinds["cached_cast"]:
+        parts.append(f"{kinds['cached_cast']} cached")
     return "+".join(parts)
 
 
@@ -199,17 +164,14 @@ def _uncached_table(uncached: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def _notes(explanation: Explanation) -> list[Text]:
-    from rich.text import Text
-
-    removed = [cast for cast in explanation.casts if cast.state == "removed"]
+def notes_on(graphs: Iterable[GraphRecord], breaks: Iterable[str]) -> list[str]:
+    """Returns lines on removed casts, graph breaks and fallbacks."""
+    removed = [cast for graph in graphs for cast in graph.casts if cast.state == "removed"]
     lines = [f"removed: {c.name}, {c.removed_by}" for c in removed[:_MOST]]
     if len(removed) > _MOST:
         lines.append(f"removed: {len(removed) - _MOST} more")
-    lines += [f"graph break: {reason}" for reason in explanation.breaks]
-    lines += [f"fallback: graph {g.index}: {g.fallback}" for g in explanation.forward if g.fallback]
-    lines += [explanation.products] if explanation.products else []
-    return [Text(line) for line in lines]
+    lines += [f"graph break: {reason}" for reason in breaks]
+    return [*lines, *(f"fallback: graph {g.index}: {g.fallback}" for g in graphs if g.fallback)]
 
 
 _MOST = 8

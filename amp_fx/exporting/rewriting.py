@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.export import ExportedProgram
 
-    from amp_fx.passes.base import Observer, Pass
+    from amp_fx.passes.base import Pass
     from amp_fx.policies.policy import Policy
 
 aten = torch.ops.aten
@@ -212,7 +212,6 @@ def rewrite_program(
     *,
     stores_low: bool,
     folds_batch_norm: bool = False,
-    observer: Observer | None = None,
 ) -> ExportedProgram:
     """Returns a program with casts as ops.
 
@@ -222,7 +221,6 @@ def rewrite_program(
         output_dtypes: For each output, the dtype to cast it to, or None.
         stores_low: Whether weights that are only read in a low dtype are stored in it.
         folds_batch_norm: Whether batch norms are folded into convolutions.
-        observer: Observes each pass.
 
     Raises:
         UnsupportedError: Part of the program cannot be rewritten.
@@ -248,10 +246,8 @@ def rewrite_program(
         RejectOpaqueNodes(),
     )
     with no_autocast():
-        reports = run_passes(gm, with_added(passes, (), ()), observer=observer)
+        run_passes(gm, with_added(passes, (), ()))
     _reject_float8(gm)
-    if observer is not None:
-        observer.rewritten(reports)
     written |= {node.name for node in gm.graph.find_nodes(op="placeholder") if is_written(node)}
     gm.meta[REGION] = region
     clean(gm)

@@ -10,8 +10,9 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.graphs.metadata import CAST, VALUE
-from amp_fx.graphs.records import Cast
+from amp_fx.graphs.metadata import CAST, REMOVED_CASTS, VALUE
+from amp_fx.graphs.records import Cast, RemovedCast
+from amp_fx.graphs.sizes import num_elements
 from amp_fx.graphs.values import value_of, version_of
 from amp_fx.policies.calls import TO_COPY
 from amp_fx.torch_private import pytree
@@ -79,6 +80,26 @@ def add_cast(graph: fx.Graph, source: fx.Node, dtype: torch.dtype, reason: str) 
     node.meta.update({k: source.meta[k] for k in ("stack_trace", "site") if k in source.meta})
     mark_cast(node, reason)
     return node
+
+
+def replace_cast(node: fx.Node, by: fx.Node, why: str) -> None:
+    """Replaces a cast by an equal node, which remembers an inserted cast for explanations.
+
+    Args:
+        node: The node to erase: a cast, or any other node that is not remembered.
+        by: The node that its readers get instead.
+        why: The reason.
+    """
+    removed = (*(REMOVED_CASTS.get(by) or ()), *(REMOVED_CASTS.get(node) or ()))
+    cast = inserted_cast(node)
+    if cast is not None:
+        source, readers = node.all_input_nodes[0].name, tuple(user.name for user in node.users)
+        size = num_elements(value_of(node))
+        removed = (*removed, RemovedCast(node.name, source, cast, readers, size, why))
+    if removed:
+        REMOVED_CASTS.put(by, removed)
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
 
 
 def cast_name(source: fx.Node, dtype: torch.dtype) -> str:

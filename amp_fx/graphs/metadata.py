@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
     from torch import fx
 
-    from amp_fx.graphs.records import AutocastSite, Cast, OpDecision
+    from amp_fx.graphs.records import AutocastSite, Cast, OpDecision, RemovedCast
 
 T = TypeVar("T")
 
@@ -75,10 +75,8 @@ HAS_REWRITTEN_BODIES: Key[bool] = Key("has_rewritten_bodies")
 """The bodies of a higher-order op contain inserted casts (``bodies``)."""
 CONSTANT: Key[torch.Tensor] = Key("amp_fx_constant")
 """The tensor of a ``get_attr`` node in ``prepare`` (``weights.prepare``)."""
-IS_CACHED: Key[bool] = Key("is_cached")
-"""The result of a cast is cached across calls (``explanation.recorder``)."""
-STORED_LOW: Key[int] = Key("stored_low")
-"""Number of casts that were removed because their weight is stored low (``store_weights_low``)."""
+REMOVED_CASTS: Key[tuple[RemovedCast, ...]] = Key("removed_casts")
+"""The casts that a node replaced (``casts.replace_cast``)."""
 
 # No values and no decisions: those of the new nodes are their own.
 _PROVENANCE = ("stack_trace", "nn_module_stack", "source_fn_stack", SITE.name)

@@ -76,3 +76,24 @@ class Cast:
     dtype: torch.dtype
     source_version: tuple[int, int] | None
     reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RemovedCast:
+    """An inserted cast that a pass removed (``metadata.REMOVED_CASTS``).
+
+    Attributes:
+        name: Name of its node.
+        source: Name of the node whose result it cast.
+        cast: Its description.
+        readers: Names of the nodes that read it.
+        num_elements: Number of elements of the source and of the result.
+        why: The reason of the removal.
+    """
+
+    name: str
+    source: str
+    cast: Cast
+    readers: tuple[str, ...]
+    num_elements: int
+    why: str

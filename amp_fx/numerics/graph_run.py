@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from amp_fx.backend.entry import called_in
-from amp_fx.backend.rewrite import Reporting, rewrite
+from amp_fx.backend.rewrite import rewrite
 from amp_fx.errors import UnsupportedError
 from amp_fx.explanation.running import optimized
 from amp_fx.graphs.bodies import graph_modules_in, graphs_in, with_attributes_as_inputs
@@ -75,7 +75,7 @@ class CompiledStep:
         self.num_graphs += 1
         gm, attributes = with_attributes_as_inputs(gm)
         inputs = Inputs.of(gm, [*example_inputs, *attributes])
-        found = rewrite(gm, inputs, self._options, Reporting())
+        found = rewrite(gm, inputs, self._options)
         for graph in graphs_in(found.gm):
             self._tell_places(graph, found.frame)
         for module in graph_modules_in(found.gm):

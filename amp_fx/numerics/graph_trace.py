@@ -17,7 +17,7 @@ from torch import fx
 
 from amp_fx.backend.compilers import compile_inner
 from amp_fx.backend.entry import called_in
-from amp_fx.backend.rewrite import Reporting, rewrite
+from amp_fx.backend.rewrite import rewrite
 from amp_fx.explanation.running import optimized
 from amp_fx.graphs.bodies import with_attributes_as_inputs
 from amp_fx.graphs.locations import NodeLocation, location_of
@@ -65,7 +65,7 @@ def traced(
             return compiler(gm, example_inputs)  # type: ignore[no-any-return]
         gm, attributes = with_attributes_as_inputs(gm)
         given = [*example_inputs, *attributes]
-        found = rewrite(gm, Inputs.of(gm, given), options, Reporting())
+        found = rewrite(gm, Inputs.of(gm, given), options)
         with no_autocast():
             compiled = _compiler(trace, options, found.frame)(found.gm, given)
         return called_in(no_autocast, lambda *args: compiled(*args, *attributes))

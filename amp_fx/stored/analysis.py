@@ -20,8 +20,9 @@ from torch import nn
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import UnsupportedError
 from amp_fx.explanation.entry import explain
-from amp_fx.explanation.running import fake_stand_in, leaf_tensors, module_tensors, real_stand_in
+from amp_fx.explanation.running import copy_module, fake_stand_in, leaf_tensors, module_tensors
 from amp_fx.graphs.values import storage_id, tensors_in
+from amp_fx.observe.trial import copied
 from amp_fx.policies.calls import TO_COPY
 from amp_fx.random_states import preserve_random_states
 from amp_fx.torch_private.autograd import is_functorch_wrapped_tensor
@@ -208,10 +209,15 @@ def _run(call: Call, low: list[str], reads: _Reads) -> list[torch.Tensor]:
     Returns:
         The tensors that the program returns; meta tensors if they are fake.
     """
-    given = call.model, call.args, call.kwargs
-    fake = fake_stand_in(*given, call.device_type)
-    stand_in = real_stand_in(*given, fake) or fake
-    program: Any = stand_in.program
+    given = [*module_tensors(call.model), *leaf_tensors((call.args, call.kwargs))]
+    fake_mode: contextlib.AbstractContextManager[Any] | None = None
+    if any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in given):
+        fakes = fake_stand_in(call.model, call.args, call.kwargs, call.device_type)
+        fake_mode, args, kwargs = fakes.fake_mode, fakes.args, fakes.kwargs
+        program: Any = fakes.program
+    else:
+        program = copy_module(call.model, {})
+        args, kwargs = copied((call.args, call.kwargs))
     weights = named_weights(program)
     for name in low:
         store(weights[name], call.dtype)
@@ -220,13 +226,13 @@ def _run(call: Call, low: list[str], reads: _Reads) -> list[torch.Tensor]:
     for has_gradients in (False, True):
         with (
             preserve_random_states(),
-            stand_in.fake_mode or contextlib.nullcontext(),
+            fake_mode or contextlib.nullcontext(),
             call.region(),
             torch.set_grad_enabled(has_gradients),
             reads,
         ):
-            tensors += leaf_tensors(program(*stand_in.args, **stand_in.kwargs))
+            tensors += leaf_tensors(program(*args, **kwargs))
     reads.add(tensors, "returned by the model")
-    if stand_in.fake_mode is None:
+    if fake_mode is None:
         return tensors
     return [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in tensors]

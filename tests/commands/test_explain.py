@@ -31,9 +31,9 @@ def test_a_gpu_keeps_casts_without_gradients(capsys: pytest.CaptureFixture[str])
     arguments = ["explain", f"{TARGETS}:mlp", "--input-shape", "8,16", "--device", "cuda"]
     with torch.no_grad():
         assert main(arguments) == 0
-    assert "4 kept" in capsys.readouterr().out
+    assert "4 cached" in capsys.readouterr().out
     assert main(arguments) == 0
-    assert "4 kept" not in capsys.readouterr().out
+    assert "4 cached" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -163,7 +163,7 @@ def test_every_op_and_cast_is_drawn_once(explained: dict[str, Explanation]) -> N
         drawn = boxes(amp_fx.draw(explanation, depth=EVERY_OP))
         totals = explanation.totals
         assert len({name for box in drawn for name in box.casts}) == totals.casts_left
-        assert len({name for box in drawn for name in box.cached}) == totals.casts_kept
+        assert len({name for box in drawn for name in box.cached}) == totals.casts_cached
         ops = [name for box in drawn for name in box.ops]
         assert len(ops) == len(set(ops))
         shown = {

@@ -129,7 +129,7 @@ def wanted(explanation: Explanation, pattern: re.Pattern[str]) -> list[int]:
         for cast in record.casts:
             users = [name for name in cast.consumers if kinds.get(name) != "output"]
             if (
-                cast.state in ("inserted", "kept")
+                cast.state in ("inserted", "cached")
                 and users
                 and pattern.fullmatch(modules[users[0]])
             ):

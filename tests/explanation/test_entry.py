@@ -15,7 +15,6 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 import amp_fx
 from amp_fx import stats, weight_cache
@@ -80,7 +79,7 @@ def test_counts_are_those_of_the_compiled_graph(
     with torch.set_grad_enabled(is_training):
         totals = amp_fx.explain(model, options=CACHED)(*args).totals
         casts, kept = compiled_casts(model, args, monkeypatch)
-    assert (totals.casts_left + totals.casts_kept, totals.casts_kept) == (casts, kept)
+    assert (totals.casts_left + totals.casts_cached, totals.casts_cached) == (casts, kept)
     assert 0 < kept < casts
 
 
@@ -101,7 +100,7 @@ def test_casts_of_views_of_weights_are_kept(is_training: bool) -> None:
     with torch.set_grad_enabled(is_training):
         explanation = amp_fx.explain(Viewing(), options=CACHED)(torch.randn(4, 8))
     states = {cast.source: cast.state for cast in explanation.casts}
-    assert states == {"getitem": "kept", "l_x_": "inserted", "matmul": "inserted"}
+    assert states == {"getitem": "cached", "l_x_": "inserted", "matmul": "inserted"}
     assert explanation.totals.copy_bytes == 8 * 8 * 2
 
 
@@ -127,7 +126,7 @@ def test_bytes_of_a_linear_layer() -> None:
     assert sorted(moved.values())[1:3] == [(2 * 4 * 4, 2 * 4 * 2), (2 * 8 * 2, 2 * 8 * 4)]
     totals = explanation.totals
     assert totals.copy_bytes == totals.value_bytes == 4 * 8 * 2 + 8 * 2
-    assert totals.bytes_kept == 4 * 8 * 6 + 8 * 6
+    assert totals.bytes_saved == 4 * 8 * 6 + 8 * 6
 
 
 class Mixed(nn.Module):
@@ -203,17 +202,6 @@ def test_origin_of_a_region_with_a_policy() -> None:
 
     explanation = amp_fx.explain(program)(torch.randn(4, 4))
     assert [n.origin for n in explanation.nodes if n.kind == "op"] == ["region", "table"]
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")
-def test_flops_are_those_of_an_eager_run() -> None:
-    model, x = Mixed(), torch.randn(2, 8)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        for layer in (model.low, model.full, model.other):
-            layer(x)
-    flops = amp_fx.explain(model)(x).totals.flops
-    assert sum(flops.values()) == counter.get_total_flops()
-    assert flops == dict.fromkeys(("bfloat16", "float32", "float16"), 2 * 2 * 8 * 8)
 
 
 class Stateful(nn.Module):
@@ -328,16 +316,22 @@ def test_a_graph_break_and_its_reason() -> None:
     assert "graph_break()" in str(explanation)
 
 
-def test_a_program_that_looks_at_numbers_is_run() -> None:
-    def program(x: torch.Tensor) -> torch.Tensor:
-        x = x @ x
-        return x.relu() if x.sum().item() > 0 else x.sigmoid()
+def reads_a_number(x: torch.Tensor) -> torch.Tensor:
+    x = x @ x
+    return x.relu() if x.sum().item() > 0 else x.sigmoid()
 
-    for sign, op in ((1.0, ".relu"), (-1.0, ".sigmoid")):
-        x = torch.eye(4) * sign if sign > 0 else torch.tensor([[0.0, 1.0], [-1.0, 0.0]])
-        ops = [node.op for node in amp_fx.explain(program)(x).nodes]
-        assert op in ops
-        assert len({".relu", ".sigmoid"} & set(ops)) == 1
+
+def reads_sizes(x: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.graph_break()
+    return x[x[:, 0] > 0] @ x
+
+
+@pytest.mark.parametrize("program", [reads_a_number, reads_sizes])
+def test_a_program_that_reads_numbers_is_rejected(
+    program: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    with pytest.raises(UnsupportedError, match="depends on values of tensors"):
+        amp_fx.explain(program)(torch.randn(4, 4))
 
 
 def test_a_run_that_fails_leaves_the_state_of_the_thread() -> None:
@@ -352,19 +346,18 @@ def test_a_run_that_fails_leaves_the_state_of_the_thread() -> None:
         result: torch.Tensor = torch.func.grad(loss)(x)
         return result
 
-    amp_fx.explain(program)(torch.randn(4, 4), torch.tensor([0, 2, 1, 0]))
+    with pytest.raises(UnsupportedError, match="depends on values of tensors"):
+        amp_fx.explain(program)(torch.randn(4, 4), torch.tensor([0, 2, 1, 0]))
     assert nesting() == 0
     assert torch.is_grad_enabled()
     with torch.autograd.graph.save_on_cpu():
         assert torch.ones(2, requires_grad=True).exp().requires_grad
 
 
-@pytest.mark.parametrize("reads_numbers", [False, True])
-def test_random_states_are_left_alone(reads_numbers: bool) -> None:
+def test_random_states_are_left_alone() -> None:
     def program(x: torch.Tensor) -> torch.Tensor:
         depth = random.uniform(0, 1) + float(np.random.rand())
-        x = torch.dropout(x @ x, 0.5, True) * depth
-        return x if not reads_numbers or x.sum().item() > 0 else -x
+        return torch.dropout(x @ x, 0.5, True) * depth
 
     def drawn() -> list[float]:
         return [random.random(), float(np.random.rand()), float(torch.rand(()))]
@@ -398,7 +391,6 @@ def test_the_backward_has_the_casts_that_aot_autograd_derives() -> None:
     casts = [(cast.from_dtype, cast.to_dtype) for cast in explanation.backward[0].casts]
     # The gradient of the output goes down; those of weight and bias come up.
     assert sorted(casts) == [("bfloat16", "float32")] * 2 + [("float32", "bfloat16")]
-    assert explanation.backward_totals.flops == {"bfloat16": 2 * 2 * 4 * 8}
     assert not amp_fx.explain(nn.Linear(4, 8))(torch.randn(2, 4)).backward
 
 
@@ -407,7 +399,7 @@ def test_dictionaries_are_stable_and_survive_json() -> None:
     first, second = (amp_fx.explain(make(), backward=True)(*args) for _ in range(2))
     assert first.to_dict() == second.to_dict()
     assert json.loads(first.to_json()) == first.to_dict()
-    assert first.to_dict()["schema"] == 2
+    assert first.to_dict()["schema"] == 3
 
 
 def test_settings_of_a_compiled_module_hold() -> None:

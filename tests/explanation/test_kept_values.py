@@ -88,7 +88,7 @@ def test_what_is_kept_is_explained(name: str) -> None:
         explanation = explained(compiled, x, options)
         compiled(x)
     kept = {(value.weights, value.ops, value.bytes) for value in weight_cache.stats().values}
-    values = explanation.graphs[0].kept_values
+    values = explanation.graphs[0].cached_values
     assert kept
     assert {(value.weights, value.ops, value.num_bytes) for value in values} == kept
     assert explanation.totals.value_bytes == sum(num_bytes for _, _, num_bytes in kept)
@@ -111,7 +111,7 @@ def test_what_is_kept_where_freezing_is_off_is_explained(name: str, has_gradient
         compiled(x)
     kept = {(value.weights, value.ops): value.bytes for value in weight_cache.stats().values}
     told: Counter[Any] = Counter()  # tensors that are computed together are told one by one
-    for value in explanation.graphs[0].kept_values:
+    for value in explanation.graphs[0].cached_values:
         told[value.weights, value.ops] += value.num_bytes
     assert kept
     assert told == kept
@@ -121,14 +121,14 @@ def test_what_is_kept_where_freezing_is_off_is_explained(name: str, has_gradient
 def test_nothing_is_kept_without_a_cache(has_gradients: bool) -> None:
     with torch.set_grad_enabled(has_gradients):
         explanation = explained(mlp(), torch.randn(4, 16), {"weight_cache": False})
-    assert not explanation.graphs[0].kept_values
-    assert explanation.totals.casts_kept == 0
+    assert not explanation.graphs[0].cached_values
+    assert explanation.totals.casts_cached == 0
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_nothing_is_kept_where_gradients_flow(device_type: str) -> None:
     explanation = amp_fx.explain(mlp(), dtype=BFLOAT16, device_type=device_type)(torch.randn(4, 16))
-    assert not explanation.graphs[0].kept_values
+    assert not explanation.graphs[0].cached_values
 
 
 CASTS_OF_MLP = {("0.weight", 1024), ("0.bias", 64), ("2.weight", 1024), ("2.bias", 32)}
@@ -151,10 +151,10 @@ def test_casts_are_kept_of_an_accelerator_that_is_not_there(
     with torch.set_grad_enabled(has_gradients):
         explain = amp_fx.explain(mlp(), dtype=BFLOAT16, device_type="cuda", options=options)
         explanation = explain(torch.randn(4, 16))
-    values = explanation.graphs[0].kept_values
+    values = explanation.graphs[0].cached_values
     assert {(*value.weights, value.num_bytes) for value in values} == CASTS_OF_MLP
     assert all(len(value.ops) == 1 for value in values)
-    assert explanation.totals.casts_kept == len(CASTS_OF_MLP)
+    assert explanation.totals.casts_cached == len(CASTS_OF_MLP)
 
 
 @needs.FROZEN_GRAPHS
@@ -168,7 +168,7 @@ def test_weights_stored_low_are_kept_only_where_that_was_asked_for(
     compiled = amp_fx.compile(model, dtype=BFLOAT16, options=options)
     weight_cache.clear()
     with torch.no_grad():
-        values = explained(compiled, x, options).graphs[0].kept_values
+        values = explained(compiled, x, options).graphs[0].cached_values
         compiled(x)
     assert bool(values) == bool(options)
     assert len(values) == len(weight_cache.stats().values)

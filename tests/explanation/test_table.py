@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import amp_fx
-from amp_fx.explanation.table import folded_path, render
+from amp_fx.explanation.table import folded_path
 from amp_fx.reports import human, printed
 from tests.models.explained import CASES, gpt, mlp
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 @pytest.mark.parametrize("width", [80, 120])
 def test_it_fits_the_terminal(width: int) -> None:
     make, args = CASES["gpt"]
-    lines = printed(render(amp_fx.explain(make(), backward=True)(*args)), width).splitlines()
+    lines = printed(amp_fx.explain(make(), backward=True)(*args)._render(), width).splitlines()
     assert max(map(len, lines)) <= width
 
 
 def test_layers_that_are_alike_are_one_row() -> None:
-    text = printed(render(amp_fx.explain(gpt(3))(torch.zeros(2, 16, dtype=torch.long))), 120)
+    text = printed(amp_fx.explain(gpt(3))(torch.zeros(2, 16, dtype=torch.long))._render(), 120)
     paths = [line for line in text.splitlines() if line.startswith("blocks.")]
     assert paths
     assert all(path.startswith("blocks.0-2") for path in paths)

@@ -174,7 +174,7 @@ def test_in_a_checkpoint(compiler: str) -> None:
 def test_what_is_made_of_its_result_is_not_kept_either() -> None:
     model = Opaque(OPS["by_tensor_library"])
     with torch.no_grad():
-        kept = amp_fx.explain(model)(batch()).graphs[0].kept_values
+        kept = amp_fx.explain(model)(batch()).graphs[0].cached_values
     assert not kept
 
 
@@ -183,7 +183,7 @@ def test_an_op_that_opted_in_runs_once_per_update() -> None:
     model = Opaque(OPS["by_counter_library"])
     program = torch.compile(model, backend="amp_fx")
     with torch.no_grad():
-        [value] = amp_fx.explain(model)(batch()).graphs[0].kept_values
+        [value] = amp_fx.explain(model)(batch()).graphs[0].cached_values
         assert "by_counter_library" in value.ops
         first = program(batch())
         num_calls = STATE["calls"]

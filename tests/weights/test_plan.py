@@ -11,7 +11,7 @@ from torch import nn
 
 import amp_fx
 from amp_fx import weight_cache
-from amp_fx.explanation import recorder
+from amp_fx.explanation import captured
 from tests import needs
 from tests.programs import compiled
 
@@ -63,7 +63,7 @@ def test_what_is_cached_and_why_not(
     explained = dict(graph.uncached)
     assert set(explained) == set(uncached)
     assert all(reason in explained[name] for name, reason in uncached.items())
-    assert {w for value in graph.kept_values for w in value.weights} == {"w", "b"} - set(uncached)
+    assert {w for value in graph.cached_values for w in value.weights} == {"w", "b"} - set(uncached)
 
     weight_cache.clear()
     with caplog.at_level(logging.DEBUG, "amp_fx.caching"):
@@ -93,12 +93,12 @@ def test_weights_of_one_storage_of_which_one_is_written() -> None:
     model.w = nn.Parameter(model.b.view(8, 8))
     [graph] = amp_fx.explain(model)(x).graphs
     assert set(dict(graph.uncached).values()) == {"the graph writes to its memory"}
-    assert not graph.kept_values
+    assert not graph.cached_values
 
 
 @torch.no_grad()
 def test_without_the_extension_nothing_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "can_watch", lambda: False)
+    monkeypatch.setattr(captured, "can_watch", lambda: False)
     [graph] = amp_fx.explain(Model(lambda m, x: x @ m.w @ m.b))(torch.randn(8, 8)).graphs
     assert set(dict(graph.uncached).values()) == {"writes to it cannot be detected"}
 
