@@ -2,13 +2,13 @@
 
 Under ``torch.autocast`` and in modules of ``amp_fx.compile``, the region determines the casts.
 ``torch.compile(model, backend="amp_fx")`` casts without a region, so each call gets one here: of
-modules by hooks, of functions by replacing variables of the step.
+modules by hooks, of functions inside of what ``torch.compile`` returned.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
+import functools
 import types
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,11 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from amp_fx.front.settings import RegionSettings
-from amp_fx.observe.compiled import backend_of, compiled_with
+from amp_fx.observe.compiled import backend_of, compiled_with, wrapper_of
+from amp_fx.observe.state import known_to
 from amp_fx.options import Options
 from amp_fx.regions.state import nesting
-from amp_fx.regions.variables import has_content
+from amp_fx.torch_private.dynamo import call_instead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,7 +66,7 @@ def regions_of_compiled(step: Any) -> Iterator[None]:
         register_module_forward_hook(after, always_call=True),
     ]
     try:
-        with warnings.catch_warnings(), _functions_replaced(step):
+        with warnings.catch_warnings(), _functions_in_regions(step):
             for message in _ABOUT_HOOKS:
                 warnings.filterwarnings("ignore", message)
             yield
@@ -75,23 +76,16 @@ def regions_of_compiled(step: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _functions_replaced(step: Any) -> Iterator[None]:
-    """Replaces compiled functions in the variables of a step by calls in the backend's region."""
-    function = inspect.unwrap(step)
-    code, scope = getattr(function, "__code__", None), getattr(function, "__globals__", {})
-    cells = [c for c in getattr(function, "__closure__", None) or () if has_content(c)]
-    cells = [cell for cell in cells if _is_compiled(cell.cell_contents)]
-    names = [n for n in (() if code is None else code.co_names) if _is_compiled(scope.get(n))]
-    before = [cell.cell_contents for cell in cells], {name: scope[name] for name in names}
-    for cell in cells:
-        cell.cell_contents = _in_region(cell.cell_contents)
-    scope.update({name: _in_region(scope[name]) for name in names})
-    try:
+def _functions_in_regions(step: Any) -> Iterator[None]:
+    """Enters the backend's region in compiled functions among the variables of a step.
+
+    Functions have no hooks. The variables of the program keep their values.
+    """
+    known = [wrapper_of(value) for value in known_to(step) if _is_compiled(value)]
+    with contextlib.ExitStack() as stack:
+        for compiled in dict.fromkeys(known):
+            stack.callback(call_instead(compiled, functools.partial(_in_region, compiled)))
         yield
-    finally:
-        for cell, compiled in zip(cells, before[0], strict=True):
-            cell.cell_contents = compiled
-        scope.update(before[1])
 
 
 def _is_compiled(value: Any) -> bool:
@@ -101,10 +95,10 @@ def _is_compiled(value: Any) -> bool:
     return is_function and not has_region and backend_of(value) is not None
 
 
-def _in_region(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def _in_region(compiled: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         settings = settings_of(compiled)
-        run = compiled if settings is None else settings.wrap(compiled, None)
+        run = original if settings is None else settings.wrap(original, None)
         return run(*args, **kwargs)
 
     return call

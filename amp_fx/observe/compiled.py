@@ -22,16 +22,20 @@ def backend_of(step: Any) -> Any:
     Relies on the context in compiled modules and in the closures of compiled functions, and on the
     attribute ``_torchdynamo_orig_backend`` of its ``callback``.
     """
-    compiled = step
-    while (contexts := _contexts(compiled)) == [] and hasattr(compiled, "__wrapped__"):
-        compiled = compiled.__wrapped__
-    for context in contexts:
+    for context in _contexts(wrapper_of(step)):
         backend = context.callback
         while hasattr(backend, "_torchdynamo_orig_backend"):
             backend = backend._torchdynamo_orig_backend
         if getattr(backend, "compiler_name", None) == "amp_fx":
             return backend
     return None
+
+
+def wrapper_of(step: Any) -> Any:
+    """Returns what ``torch.compile`` returned, without decorators around it."""
+    while _contexts(step) == [] and hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return step
 
 
 def _contexts(compiled: Any) -> list[Any]:

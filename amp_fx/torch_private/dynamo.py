@@ -109,6 +109,31 @@ def compiled_call(frame: FrameType) -> tuple[Any, tuple[Any, ...], dict[str, Any
     return values["fn"], values["args"], values["kwargs"]
 
 
+def call_instead(
+    compiled: Any, replace: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Lets a function of ``torch.compile`` call another function than its original one.
+
+    Relies on the variable ``fn`` of the function that ``torch.compile`` returns, which no program
+    sees.
+
+    Args:
+        compiled: What ``torch.compile`` returned for a function.
+        replace: Returns the other function, given the original one.
+
+    Returns:
+        A function that restores the original one.
+    """
+    cell = compiled.__closure__[compiled.__code__.co_freevars.index("fn")]
+    original = cell.cell_contents
+    cell.cell_contents = replace(original)
+
+    def restore() -> None:
+        cell.cell_contents = original
+
+    return restore
+
+
 def source_chain(source: Source | None) -> list[Source]:
     """Returns a variable's source and the sources it is based on, the outermost variable first."""
     chain = [] if source is None else [source]

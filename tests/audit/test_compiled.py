@@ -136,3 +136,32 @@ def test_the_backend_of_a_program_is_known() -> None:
     assert backend_of(torch.compile(model.forward, backend="amp_fx")) is not None
     assert backend_of(torch.compile(model, backend="eager")) is None
     assert backend_of(model) is None
+
+
+def test_a_step_keeps_its_variables() -> None:
+    """A compiled function is the same object during the audit, and casts as compiled code does."""
+    model = net()
+    program = torch.compile(model.forward, backend="amp_fx", options=EAGER)
+    others = [program]
+    expected = [program, program, program._torchdynamo_orig_callable]  # type: ignore[attr-defined]
+    seen: list[Any] = []
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        seen[:] = [program, others[0], program._torchdynamo_orig_callable]  # type: ignore[attr-defined]
+        return F.cross_entropy(program(x).float(), y)
+
+    x, y = torch.randn(4, 16), torch.zeros(4, dtype=torch.long)
+    report = amp_fx.audit(step)(x, y)
+    assert all(now is before for now, before in zip(seen, expected, strict=True))
+    assert {use.dtype for use in report.uses if use.what == "products"} == {"bfloat16"}
+    assert program(x).dtype == torch.float32
+
+
+def test_a_compiled_function_in_a_list_is_audited_with_its_casts() -> None:
+    programs = [torch.compile(net().forward, backend="amp_fx", options=EAGER)]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(programs[0](x).float(), y)
+
+    report = amp_fx.audit(step)(torch.randn(4, 16), torch.zeros(4, dtype=torch.long))
+    assert {use.dtype for use in report.uses if use.what == "products"} == {"bfloat16"}

@@ -558,3 +558,13 @@ def test_checks_of_some_inputs_can_be_left_out() -> None:
             _, (code,) = run_and_get_code(torch.compile(add), torch.ones(4), torch.ones(4))
         codes.append(code)
     assert [code.count("assert_size_stride(") for code in codes] == [2, 1]
+
+
+def test_a_compiled_function_calls_another_one_for_a_while() -> None:
+    program = torch.compile(lambda x: x + 1, backend="eager")
+    x = torch.zeros(2)
+    with torch.compiler.set_stance("force_eager"):
+        restore = dynamo.call_instead(program, lambda original: lambda x: original(x) * 10)
+        assert program(x).tolist() == [10.0, 10.0]
+        restore()
+        assert program(x).tolist() == [1.0, 1.0]
