@@ -28,6 +28,12 @@ SHORT = {
 }
 """Short names of dtypes for tables and pictures."""
 
+COLORS = {"bfloat16": "#a6cee3", "float16": "#cab2d6", "float32": "#fdd9a0", "float64": "#f4a6a0"}
+"""Colors of dtypes in pictures."""
+
+OTHER_COLOR = "#e4e4e4"
+"""Color of integers, booleans and other dtypes in pictures."""
+
 STYLES = {"bfloat16": "green", "float16": "green", "float32": "yellow", "float64": "red"}
 PIPED_WIDTH = 1000
 

@@ -11,17 +11,12 @@ from typing import TYPE_CHECKING
 import graphviz  # type: ignore[import-untyped]
 
 from amp_fx.drawing.folding import is_inside, levels
+from amp_fx.reports import COLORS, OTHER_COLOR
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from amp_fx.drawing.boxes import Box, Edge, Picture
-
-COLORS = {"bfloat16": "#a6cee3", "float16": "#cab2d6", "float32": "#fdd9a0", "float64": "#f4a6a0"}
-"""Fill colors by compute dtype."""
-
-OTHER = "#e4e4e4"
-"""Fill color of integers, booleans and other dtypes."""
 
 INK, FAINT, CAST, CACHED = "#333333", "#777777", "#c0392b", "#1b7f5c"
 FONT = "Helvetica,Arial,sans-serif"
@@ -110,8 +105,8 @@ class _Writer:
 
     def _draw_box(self, dot: graphviz.Digraph, name: str, box: Box) -> None:
         style = dict(STYLES[box.kind])
-        colors = [COLORS.get(dtype, OTHER) for dtype in box.dtypes]
-        shares = Counter(color for color in colors if color != OTHER) or Counter(colors)
+        colors = [COLORS.get(dtype, OTHER_COLOR) for dtype in box.dtypes]
+        shares = Counter(color for color in colors if color != OTHER_COLOR) or Counter(colors)
         if box.kind != "outside":
             style["fillcolor"] = _fill(shares)
         if len(shares) > 1:
@@ -182,7 +177,7 @@ def _head(pictures: Mapping[str, Picture], page: Page) -> str:
     cells = [
         _swatch(color, f"runs in {dtype}") for dtype, color in COLORS.items() if dtype in dtypes
     ]
-    cells += [_swatch(OTHER, "other dtypes")] if dtypes.difference(COLORS) else []
+    cells += [_swatch(OTHER_COLOR, "other dtypes")] if dtypes.difference(COLORS) else []
     if any(edge.cast for edge in edges) or any(box.casts for box in boxes):
         cells.append(_cell(CAST, "→ cast, in every call"))
     if any(box.cached for box in boxes):

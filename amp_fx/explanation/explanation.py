@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from amp_fx.errors import OptionError, UnsupportedError
+from amp_fx.explanation.model_explorer import node_data
 from amp_fx.explanation.records import Totals
 from amp_fx.explanation.table import graph_parts, notes_on, summary
 from amp_fx.reports import Report, piped_width, printed
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Sequence
 
     from rich.console import RenderableType
@@ -127,6 +132,38 @@ class Explanation(Report):
         options give equal dictionaries. New keys do not change the schema version.
         """
         return {"schema": SCHEMA, "torch": torch.__version__, **super().to_dict()}
+
+    def save(self, path: str | os.PathLike[str], *, format: str = "json") -> Path:  # noqa: A002
+        """Writes the explanation to a file.
+
+        Args:
+            path: The file.
+            format: ``"json"`` for ``to_dict``, or ``"model-explorer"`` for node data of Google's
+                Model Explorer: the dtype and the reason of each node, in the colors of
+                ``amp_fx.draw``. Model Explorer shows it on a graph with the same names of nodes,
+                so explain the exported program (``amp_fx.export``) that it opens.
+
+        Returns:
+            The path.
+
+        Raises:
+            OptionError: The format is unknown.
+            UnsupportedError: The explanation has several graphs, and the format has one.
+        """
+        if format not in ("json", "model-explorer"):
+            raise OptionError(f"format={format!r} is not one of 'json', 'model-explorer'")
+        if format == "json":
+            text = self.to_json()
+        elif len(self.forward) == 1:
+            text = json.dumps(node_data(self.forward[0]), indent=2)
+        else:
+            raise UnsupportedError(
+                f"Model Explorer shows one graph, and {self.model} has {len(self.forward)}; export "
+                "it as one program with amp_fx.export"
+            )
+        target = Path(path)
+        target.write_text(text, encoding="utf-8")
+        return target
 
     def __str__(self) -> str:
         """Returns the table with the width of the terminal, or 80 columns without a terminal."""
