@@ -100,7 +100,7 @@ def test_keys_contain_what_decides_how_graphs_are_rewritten() -> None:
         {"numerics": "eager"},
         {"weight_grads": "float32"},
         {"narrow_gathers": False},
-        {"disable_passes": ["open_attention"]},
+        {"disable_passes": ["decompose_attention"]},
     ]
     tags = [tag_of(keyed(Options.parse(options))) for options in given]
     assert len({*tags}) == len(given)

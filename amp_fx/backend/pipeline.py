@@ -23,6 +23,8 @@ from amp_fx.passes.base import PassReport
 from amp_fx.passes.block_few_rows import BlockFewRows
 from amp_fx.passes.constants_to_inputs import ConstantsToInputs
 from amp_fx.passes.copy_returned_inputs import CopyReturnedInputs
+from amp_fx.passes.decompose_attention import DecomposeAttention
+from amp_fx.passes.decompose_float32_products import DecomposeFloat32Products
 from amp_fx.passes.flatten_products import FlattenProducts
 from amp_fx.passes.fold_batch_norms import FoldBatchNorms
 from amp_fx.passes.fold_casts import FoldCasts
@@ -35,8 +37,6 @@ from amp_fx.passes.lay_out_convolutions import LayOutConvolutions
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.merge_duplicates import MergeDuplicates
 from amp_fx.passes.narrow_gathers import NarrowGathers
-from amp_fx.passes.open_attention import OpenAttention
-from amp_fx.passes.open_float32_products import OpenFloat32Products
 from amp_fx.passes.pack_for_kernels import PackForKernels
 from amp_fx.passes.quantize_products import QuantizeProducts
 from amp_fx.passes.record_output_strides import RecordOutputStrides
@@ -84,7 +84,7 @@ CAPTURED_PASSES: tuple[type[Pass], ...] = (
     FoldCasts,
     StoreWeightsLow,
     RejectOpaqueNodes,
-    OpenFloat32Products,
+    DecomposeFloat32Products,
     WidenOps,
     WrapOpaqueNodes,
 )
@@ -98,7 +98,7 @@ AOT_PASSES: tuple[type[Pass], ...] = (
     NarrowGathers,
     WidenWeightGrads,
     FlattenProducts,
-    OpenAttention,
+    DecomposeAttention,
     LayOutConvolutions,
     SplitWeights,
     WeightsToConstants,
@@ -208,7 +208,7 @@ def aot_passes(
             FlattenProducts(
                 exact if is_strict else (torch.bfloat16, torch.float16), options.has_eager_kernels
             ),
-            *(() if is_strict else (OpenAttention(),)),
+            *(() if is_strict else (DecomposeAttention(),)),
         ]
     if packing:
         passes += packing

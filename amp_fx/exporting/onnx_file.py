@@ -27,7 +27,7 @@ from amp_fx.exporting.program import (
 from amp_fx.graphs.bodies import graphs_in
 from amp_fx.graphs.metadata import CAST, CUSTOM
 from amp_fx.graphs.reasons import describe, origin_and_reason
-from amp_fx.passes.open_float32_products import OpenFloat32Products
+from amp_fx.passes.decompose_float32_products import DecomposeFloat32Products
 from amp_fx.passes.widen_ops import WidenOps
 from amp_fx.progress import working
 from amp_fx.regions.state import no_autocast
@@ -160,7 +160,7 @@ def _in_form(exported: ExportedProgram, target: OnnxRuntime) -> ExportedProgram:
             exported = exported.run_decompositions({})  # only decomposes ops that write
         gm = copied_graph(exported)
         passes = (
-            OpenFloat32Products(),
+            DecomposeFloat32Products(),
             WidenOps(
                 target.without_kernels, target.accepts_mixed_batch_norms, target.without_bfloat16
             ),

@@ -1,4 +1,4 @@
-"""Computes attention of one query, as in the decoding of a token, in generated code.
+"""Decomposes attention of one query, as in the decoding of a token, into generated code.
 
 Before:
     %attended = aten._scaled_dot_product_flash_attention_for_cpu(%query, %key, %value)
@@ -60,25 +60,25 @@ MIN_DEPTH = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenAttention:
+class DecomposeAttention:
     """Replaces attention of one query by pointwise ops and reductions."""
 
-    name: ClassVar[str] = "open_attention"
+    name: ClassVar[str] = "decompose_attention"
     requires: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
     ensures: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        """Counts ``opened_attention``."""
+        """Counts ``decomposed_attention``."""
         counts: Counter[str] = Counter()
         for graph in graphs_in(gm):
             attentions = graph.find_nodes(op="call_function", target=ATTENTION)
-            for node in [node for node in attentions if _is_opened(node)]:
-                _open(graph, node)
-                counts["opened_attention"] += 1
+            for node in [node for node in attentions if _is_decomposed(node)]:
+                _decompose(graph, node)
+                counts["decomposed_attention"] += 1
         return PassResult(counts)
 
 
-def _is_opened(node: fx.Node) -> bool:
+def _is_decomposed(node: fx.Node) -> bool:
     """Returns True for attention of one low-precision query per head that returns no sums."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -95,7 +95,7 @@ def _is_opened(node: fx.Node) -> bool:
     return is_one and has_keys and not is_summed
 
 
-def _open(graph: fx.Graph, node: fx.Node) -> None:
+def _decompose(graph: fx.Graph, node: fx.Node) -> None:
     """Replaces one kernel.
 
     Queries have the shape ``[batch, heads, 1, depth]``, keys and values ``[batch, heads / group,

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.functional import scaled_dot_product_attention
 
 from amp_fx import stats
-from amp_fx.passes.open_attention import ATTENTION, OpenAttention
+from amp_fx.passes.decompose_attention import ATTENTION, DecomposeAttention
 from tests import needs
 
 if TYPE_CHECKING:
@@ -31,10 +31,10 @@ def traced(*tensors: Any, **kwargs: Any) -> fx.GraphModule:
         return make_fx(attend, tracing_mode="fake")(*tensors)
 
 
-def opened(*tensors: Any, **kwargs: Any) -> fx.GraphModule:
-    """Traces attention and opens its kernel."""
+def decomposed(*tensors: Any, **kwargs: Any) -> fx.GraphModule:
+    """Traces attention and decomposes its kernel."""
     gm = traced(*tensors, **kwargs)
-    assert OpenAttention().call(gm).counts["opened_attention"] == 1
+    assert DecomposeAttention().call(gm).counts["decomposed_attention"] == 1
     gm.recompile()
     return gm
 
@@ -82,7 +82,7 @@ def test_result_is_the_rounded_exact_result(
         "row": torch.randn(1, length, generator=generator).to(dtype),
     }
     inputs = [query, key, value, *([masks[kind]] if kind in masks else [])]
-    gm = opened(*inputs, scale=scale, enable_gqa=True)
+    gm = decomposed(*inputs, scale=scale, enable_gqa=True)
     result = gm(*inputs)
 
     wide = [x.double() if x.is_floating_point() else x for x in inputs]
@@ -100,7 +100,7 @@ def test_a_query_without_visible_keys_returns_zeros() -> None:
     query, key = torch.ones(1, 2, 1, 8).bfloat16(), torch.ones(1, 2, 3, 8).bfloat16()
     is_visible = torch.tensor([False, True])[None, :, None, None].expand(1, 2, 1, 3)
     inputs = query, key, key, is_visible
-    assert torch.equal(opened(*inputs)(*inputs), scaled_dot_product_attention(*inputs))
+    assert torch.equal(decomposed(*inputs)(*inputs), scaled_dot_product_attention(*inputs))
 
 
 def test_scores_that_overflow_below_return_zeros() -> None:
@@ -109,14 +109,14 @@ def test_scores_that_overflow_below_return_zeros() -> None:
         torch.full((1, 2, 3, 8), -1e20).bfloat16(),
     )
     inputs = query, key, torch.ones_like(key)
-    assert torch.equal(opened(*inputs)(*inputs), scaled_dot_product_attention(*inputs))
+    assert torch.equal(decomposed(*inputs)(*inputs), scaled_dot_product_attention(*inputs))
 
 
 @pytest.mark.parametrize("length", [5, 64])
 def test_infinite_keys_and_values_are_not_lost(length: int) -> None:
     query, key, value = (torch.ones(1, 2, n, 8).bfloat16() for n in (1, length, length))
     key[0, 0, 3], value[0, 1, 2] = torch.nan, torch.inf
-    result = opened(query, key, value)(query, key, value)
+    result = decomposed(query, key, value)(query, key, value)
     assert result[0, 0].isnan().all()
     assert result[0, 1].isposinf().all()
 
@@ -139,7 +139,7 @@ ONE, MANY = low(1, 2, 1, 8), low(1, 2, 4, 8)
 )
 def test_left_alone(inputs: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
     gm = traced(*inputs, **kwargs)
-    assert not OpenAttention().call(gm).modified
+    assert not DecomposeAttention().call(gm).modified
     assert num_kernels(gm) == 1
 
 
@@ -167,7 +167,7 @@ def test_decoding(numerics: str | None) -> None:
     model, cache = Decoder().eval(), torch.randn(2, 2, 2, 40, 8)
     options: dict[str, Any] = {} if numerics is None else {"numerics": numerics}
     compiled = torch.compile(model, backend="amp_fx", options=options)
-    before = stats.snapshot()["opened_attention"]
+    before = stats.snapshot()["decomposed_attention"]
     for _ in range(4):
         x = torch.randn(2, 1, 32)
         with torch.autocast("cpu", torch.bfloat16):
@@ -180,7 +180,7 @@ def test_decoding(numerics: str | None) -> None:
         model.float()
         torch.testing.assert_close(result.double(), exact, rtol=0.02, atol=0.02)
         cache = following
-    assert (stats.snapshot()["opened_attention"] > before) == (numerics is None)
+    assert (stats.snapshot()["decomposed_attention"] > before) == (numerics is None)
 
 
 @needs.CPP_COMPILER
@@ -206,8 +206,8 @@ def test_inputs_are_computed_once(heads: int) -> None:
 @needs.CPP_COMPILER
 def test_gradients_keep_the_kernel() -> None:
     model, cache = Decoder(), torch.randn(2, 1, 2, 5, 8)
-    before = stats.snapshot()["opened_attention"]
+    before = stats.snapshot()["decomposed_attention"]
     result, _ = torch.compile(model, backend="amp_fx")(torch.randn(1, 1, 32), cache)
     result.sum().backward()
-    assert stats.snapshot()["opened_attention"] == before
+    assert stats.snapshot()["decomposed_attention"] == before
     assert model.project.weight.grad is not None

@@ -1,4 +1,4 @@
-"""Spells out products with float32 results, for programs that run without amp_fx.
+"""Decomposes products with float32 results, for programs that run without amp_fx.
 
 Before:
     %y = amp_fx.float32_product(%x, %w, torch.bfloat16)
@@ -34,24 +34,24 @@ REASON = "rounded factor of a product with a float32 result"
 
 
 @dataclasses.dataclass(frozen=True)
-class OpenFloat32Products:
+class DecomposeFloat32Products:
     """Replaces ``amp_fx::float32_product`` in functional graphs."""
 
-    name: ClassVar[str] = "open_float32_products"
+    name: ClassVar[str] = "decompose_float32_products"
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        """Counts ``products_opened``, also in bodies of ``cond``."""
+        """Counts ``decomposed_products``, also in bodies of ``cond``."""
         counts: Counter[str] = Counter()
         product = torch.ops.amp_fx.float32_product.default
         for graph in graphs_in(gm):
             remember_captured(graph)
             for node in graph.find_nodes(op="call_function", target=product):
-                _open(node)
-                counts["products_opened"] += 1
+                _decompose(node)
+                counts["decomposed_products"] += 1
         return PassResult(counts)
 
 
-def _open(node: fx.Node) -> None:
+def _decompose(node: fx.Node) -> None:
     a, b, low_dtype = node.args
     with node.graph.inserting_before(node):
         factors = tuple(_rounded(node, factor, low_dtype) for factor in (a, b))
