@@ -6,9 +6,8 @@ After:
     %packed = mkldnn._reorder_linear_weight(%frozen, 4)
     %y      = mkldnn._linear_pointwise(%x, %packed, %bias, "none", [], "")
 
-Inductor's passes also join products of one input, convert weights of convolutions to channels-last,
-and remove copies. Copies that the caller relies on are added again: outputs never share memory that
-they did not share before.
+Inductor's passes also join products of one input, and remove copies. Copies that the caller relies
+on are added again: outputs never share memory that they did not share before.
 
 Left unchanged: what inductor does not pack, such as products on accelerators.
 """
@@ -30,7 +29,6 @@ from amp_fx.torch_private.patches import (
     packing_for_onednn,
     packing_low_products,
     packing_products_of_vectors,
-    without_output_layouts,
 )
 from amp_fx.weights.aliases import escaping, viewed_by
 
@@ -49,7 +47,6 @@ class PackForKernels:
     Attributes:
         constants: The constants of the graph.
         example_inputs: The inputs that are not constants.
-        is_channels_last: Whether inductor's convolutions are channels-last.
         folds_batch_norm: Whether inductor folds batch norms into convolutions.
         chooses_kernels: Whether products may add up in another order than each of them does in
             oneDNN: products of one input as one product, and float32 products in oneDNN.
@@ -59,23 +56,15 @@ class PackForKernels:
     is_needed: ClassVar[bool] = True
     constants: Constants = dataclasses.field(repr=False)
     example_inputs: Sequence[Any] = dataclasses.field(repr=False)
-    is_channels_last: bool
     folds_batch_norm: bool
     chooses_kernels: bool
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``packed_nodes``, the nodes that inductor's passes added."""
-        from amp_fx.torch_private.inductor import (
-            freezing,
-            freezing_passes,
-            record_has_frozen_params,
-        )
+        from amp_fx.torch_private.inductor import freezing_passes, record_has_frozen_params
         from amp_fx.torch_private.inductor_config import config
 
         before = set(gm.graph.nodes)
-        if self.is_channels_last:
-            with without_output_layouts():
-                freezing.convert_conv_weights_to_channels_last(gm)
         joins = {"cpp.enable_concat_linear": True} if self.chooses_kernels else {}
         with (
             folding_constants_by(self.constants.fold),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,13 +9,15 @@ import torch
 from torch import fx, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
-from torch._inductor import config
 from torch._inductor.utils import fresh_cache
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_fx import csrc
-from amp_fx.backend.cuda_graphs import separate_inputs
+from amp_fx.backend.compilers import _backward_or_eager, compile_graph
+from amp_fx.backend.lower import has_cudagraphs
+from amp_fx.passes.separate_inputs import SEPARATED, SeparatedInputs, SeparateInputs
 from tests import needs
 
 if TYPE_CHECKING:
@@ -38,12 +39,25 @@ def graph_of(*places: tuple[str, bool]) -> fx.GraphModule:
     return fx.GraphModule(nn.Module(), graph)
 
 
-def test_only_inputs_that_nothing_reads_get_dummies_and_only_for_cuda_graphs() -> None:
+def separated(gm: fx.GraphModule, *static: str) -> SeparatedInputs:
+    """Runs the pass; returns what it separates."""
+    names = [node.name for node in gm.graph.find_nodes(op="placeholder")]
+    result = SeparateInputs(set(names).difference(static)).call(gm)
+    gm.recompile()
+    parts: SeparatedInputs = gm.meta.get(SEPARATED, SeparatedInputs({}, {}))
+    assert result.counts["separated_outputs"] == len(parts.returned)
+    return parts
+
+
+def test_the_pass_only_runs_for_cuda_graphs() -> None:
+    assert has_cudagraphs(ON)
+    assert not has_cudagraphs({})
+
+
+def test_only_inputs_that_nothing_reads_get_dummies() -> None:
     gm = graph_of(("meta", True), ("meta", False), ("cpu", False), ("meta", True))
-    with config.patch(ON):
-        dummies = separate_inputs(gm, ()).dummies
+    dummies = separated(gm).dummies
     assert {i: dummy.device.type for i, dummy in dummies.items()} == {1: "meta"}
-    assert not separate_inputs(gm, ()).dummies
 
 
 @needs.WATCH
@@ -58,7 +72,7 @@ def test_a_replay_that_compares_addresses_asks_a_dummy_for_that_of_an_unused_wei
         given.extend(each.data_ptr() for each in inputs)
         return []
 
-    parts = dataclasses.replace(separate_inputs(graph_of(), ()), dummies={0: torch.empty(1)})
+    parts = SeparatedInputs({0: torch.empty(1)}, {})
     for _ in range(2):
         parts.wrap(replay)([weight, x])
         assert watch.watched(weight)
@@ -68,8 +82,7 @@ def test_a_replay_that_compares_addresses_asks_a_dummy_for_that_of_an_unused_wei
 
 def test_outputs_that_are_static_inputs_are_given_back_around_the_graph() -> None:
     gm, inputs = graph_of(("cpu", True), ("cpu", True)), [torch.ones(4), -torch.ones(4)]
-    with config.patch(ON):
-        parts = separate_inputs(gm, [0])
+    parts = separated(gm, "x0")
 
     def recorded(given: list[torch.Tensor]) -> list[torch.Tensor | None]:
         found = list(gm(*given))
@@ -98,8 +111,7 @@ def test_views_of_static_inputs_are_given_back_around_the_graph(
     base = torch.arange(20.0)
     x, y = base[4:16].view(3, 4), torch.ones(3, 4)
     gm = make_fx(lambda x, y: (view(x), view(y), (x * y).t()), tracing_mode="fake")(x, y)
-    with config.patch(ON):
-        parts = separate_inputs(gm, [0])
+    parts = separated(gm, "x_1")
 
     def recorded(given: list[torch.Tensor]) -> list[torch.Tensor | None]:
         found = list(gm(*given))
@@ -115,9 +127,43 @@ def test_complex_views_and_symbolic_views_of_static_inputs_stay_in_the_graph() -
     z, x = torch.ones(3, 4, dtype=torch.complex64), torch.ones(3, 4)
     gm = make_fx(lambda z: (torch.view_as_real(z), z.conj()), tracing_mode="fake")(z)
     symbolic = make_fx(lambda x: (x.t(), x), tracing_mode="symbolic")(x)
-    with config.patch(ON):
-        assert separate_inputs(gm, [0]).returned == {}
-        assert separate_inputs(symbolic, [0]).returned.keys() == {1}
+    assert separated(gm, "z_1").returned == {}
+    assert separated(symbolic, "x_1").returned.keys() == {1}
+
+
+def returning_first() -> fx.GraphModule:
+    """Returns a graph that returns a view of its first input, and a product."""
+    x, y = torch.ones(2, 3), torch.ones(2, 3)
+    return make_fx(lambda x, y: (x.t(), x * y), tracing_mode="fake")(x, y)
+
+
+@pytest.mark.falls_back
+def test_a_backward_that_runs_op_by_op_returns_static_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gm, x, y = returning_first(), torch.ones(2, 3), torch.full((2, 3), 2.0)
+    separated(gm, "x_1")
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr("amp_fx.backend.compilers.compile_graph", fails)
+    run = _backward_or_eager(gm, [x, y], is_backward=True)
+    view, product = run([x, y])
+    assert (view.shape, view.data_ptr()) == ((3, 2), x.data_ptr())
+    assert torch.equal(product, x * y)
+
+
+def test_a_graph_of_static_inputs_alone_returns_them() -> None:
+    """Inductor compiles nothing if no call is left."""
+    x = torch.ones(2, 3)
+    gm = make_fx(lambda x: (x.t(),), tracing_mode="fake")(x)
+    separated(gm, "x_1")
+    values = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    with V.set_fake_mode(values[0].fake_mode):
+        compiled = compile_graph(gm, values)
+    (view,) = compiled([x])
+    assert (view.shape, view.data_ptr()) == ((3, 2), x.data_ptr())
 
 
 def train(model: nn.Module) -> list[torch.Tensor]:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from amp_fx.backend.cuda_graphs import has_cudagraphs, separate_inputs
 from amp_fx.backend.disk_caches import (
     keyed,
     keyed_graph,
@@ -19,7 +18,7 @@ from amp_fx.backend.disk_caches import (
     without_autograd_cache,
 )
 from amp_fx.backend.fallback import warn_eager
-from amp_fx.backend.lower import AotGraph, lower_graph, pack_graph, rewrite_graph
+from amp_fx.backend.lower import AotGraph, has_cudagraphs, lower_graph, pack_graph, rewrite_graph
 from amp_fx.backend.numerics import (
     check_devices,
     inductor_config,
@@ -31,6 +30,7 @@ from amp_fx.backend.pipeline import joint_passes, run_passes
 from amp_fx.graphs.decomposed_kernels import decompose_products
 from amp_fx.graphs.shared_bodies import inline_shared_bodies
 from amp_fx.passes.keep_eager_kernels import exact_decompositions
+from amp_fx.passes.separate_inputs import SEPARATED
 from amp_fx.policies.float8 import float8_product
 from amp_fx.policies.rounding import lower_rounded
 from amp_fx.progress import working
@@ -136,7 +136,7 @@ def compile_with_inductor(
         stack.enter_context(region_markers_cacheable())
         stack.enter_context(repaired_inductor())
         stack.enter_context(keyed(options))
-        # A hit of AOTAutograd's cache would lack the wrapper that ``separate_inputs`` adds.
+        # A hit of AOTAutograd's cache would lack the wrapper of ``SeparatedInputs``.
         if has_cudagraphs(settings):
             stack.enter_context(without_autograd_cache())
         stack.enter_context(whole_ops(options))
@@ -197,13 +197,15 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: A
     """
     from amp_fx.torch_private.inductor import compile_fx_module
 
-    # Last, because passes add and remove inputs: CUDA graphs see those of the code.
-    separated = separate_inputs(gm, kwargs.get("static_input_idxs") or ())
+    separated = gm.meta.pop(SEPARATED, None)  # keys of caches contain ``gm.meta``
     stage = "backward" if kwargs.get("is_backward") else "forward"
     with working(f"inductor's {stage}"), repaired_inductor(), keyed_graph(gm):
         compiled = compile_fx_module.compile_fx_inner(gm, example_inputs, **kwargs)
-    if hasattr(compiled, "current_callable"):
-        compiled.current_callable = separated.wrap(compiled.current_callable)
+    if separated is None:
+        return compiled
+    if not hasattr(compiled, "current_callable"):  # a graph without calls is a plain function
+        return separated.wrap(compiled)
+    compiled.current_callable = separated.wrap(compiled.current_callable)
     return compiled
 
 
@@ -216,6 +218,7 @@ def _backward_or_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwar
     if not kwargs.get("is_backward"):
         return compile_graph(gm, example_inputs, **kwargs)
     uncompiled = fx.GraphModule(gm, copy.copy(gm.graph))  # inductor edits its graph
+    separated = gm.meta.get(SEPARATED)
     # The graph is after AOTAutograd, whose casts are nodes: run op by op, it has the same dtypes.
     try:
         return compile_graph(gm, example_inputs, **kwargs)
@@ -229,7 +232,7 @@ def _backward_or_eager(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwar
             return uncompiled(*args)
 
         run._boxed_call = True  # type: ignore[attr-defined]
-        return run
+        return run if separated is None else separated.wrap(run)
 
 
 class JointPasses(CustomGraphPass):

@@ -20,18 +20,19 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from amp_fx.backend.added_passes import with_added
+from amp_fx.backend.ahead import is_ahead_of_time
 from amp_fx.backend.numerics import inductor_config, is_strict, uses_inductor
 from amp_fx.backend.pipeline import aot_passes, packing_passes, run_passes
 from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.metadata import SITE, VALUE
 from amp_fx.passes.lay_out_convolutions import LayOutConvolutions
 from amp_fx.stats import record
-from amp_fx.torch_private.aot_autograd import keep_saved, min_cut_rematerialization_partition
+from amp_fx.torch_private.aot_autograd import min_cut_rematerialization_partition
 from amp_fx.torch_private.fake_tensors import FakeTensor, detect_fake_mode, unset_fake_temporarily
 from amp_fx.torch_private.inductor_passes import CustomPartitionerFn
 from amp_fx.torch_private.modes import no_dispatch_modes
 from amp_fx.torch_private.tracing import TracingContext
-from amp_fx.weights.aliases import computed_outputs, escaping, saved_inputs, written_inputs
+from amp_fx.weights.aliases import computed_outputs, escaping, written_inputs
 from amp_fx.weights.cache_entry import computing_values
 from amp_fx.weights.call import CachedCall, verify_level
 from amp_fx.weights.checked_calls import checked_backward, checked_results
@@ -241,6 +242,12 @@ class AotGraph:
         """Returns the same with a copy of the graph."""
         return dataclasses.replace(self, gm=copy_graph_module(self.gm))
 
+    def moving_inputs(self) -> set[str]:
+        """Returns the names of the inputs whose addresses change between calls."""
+        static = self.kwargs.get("static_input_idxs") or ()
+        nodes = self.gm.graph.find_nodes(op="placeholder")
+        return {node.name for i, node in enumerate(nodes) if i not in static}
+
     def kwargs_with_values(self, passed: tuple[int, ...]) -> dict[str, Any]:
         """Returns the arguments of the inner compiler after cached values became inputs.
 
@@ -329,6 +336,7 @@ def rewrite_graph(
         num_returned=graph.num_returned,
         is_inductor=graph.is_inductor,
         is_strict=is_strict(options),
+        moving=graph.moving_inputs() if has_cudagraphs({}) else None,
         packing=packing,
     )
     # A backward is compiled when it first runs, possibly under a mode of the user's program, which
@@ -389,13 +397,10 @@ def pack_graph(
 
 def _lower_split(graph: AotGraph, caching: Caching, compile_graph: Callable[..., Any]) -> Any:
     """Compiles a graph whose cached values are inputs."""
-    gm, num_returned = graph.gm, graph.num_returned
+    gm = graph.gm
     planned = rewrite_graph(graph, caching.options, caching.in_graph(graph))
     if not planned.values:
         return compile_graph(gm, graph.example_inputs, **graph.kwargs)
-    if graph.stage == "forward":
-        # See Note [Cached values are read-only].
-        keep_saved(saved_inputs(gm, num_returned))
     values = gm.graph.find_nodes(op="placeholder")[len(planned.passed) :]
     examples = [*(graph.example_inputs[i] for i in planned.passed), *map(VALUE.of, values)]
     kwargs = graph.kwargs_with_values(planned.passed)
@@ -524,6 +529,15 @@ def may_pack(options: Options, inputs: Inputs) -> bool:
         is_wanted = options.freezing is True or _is_any_on(settings, "freezing")
         return is_wanted and not _is_any_on(settings, *_OPAQUE, *_OPAQUE_ON_ACCELERATORS)
     return device_type == "cpu" and not _is_any_on(settings, *_OPAQUE)
+
+
+def has_cudagraphs(settings: Mapping[str, Any]) -> bool:
+    """Returns True if calls replay CUDA graphs of code that is compiled with some settings.
+
+    Code that is compiled ahead of time replays none: it cannot be saved with the wrapper that
+    ``separate_inputs`` needs, and has no cached values to protect.
+    """
+    return not is_ahead_of_time() and _is_any_on(settings, "triton.cudagraphs")
 
 
 ACCELERATORS = ("cuda", "xpu")

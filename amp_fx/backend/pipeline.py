@@ -33,11 +33,13 @@ from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.inline_regions import InlineRegions
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.keep_eager_kernels import KeepEagerKernels
+from amp_fx.passes.lay_out_constants import LayOutConstants
 from amp_fx.passes.lay_out_convolutions import LayOutConvolutions
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.merge_duplicates import MergeDuplicates
 from amp_fx.passes.narrow_gathers import NarrowGathers
 from amp_fx.passes.pack_for_kernels import PackForKernels
+from amp_fx.passes.protect_saved_inputs import ProtectSavedInputs
 from amp_fx.passes.quantize_products import QuantizeProducts
 from amp_fx.passes.record_output_strides import RecordOutputStrides
 from amp_fx.passes.record_values import RecordValues
@@ -47,6 +49,7 @@ from amp_fx.passes.reject_opaque_nodes import RejectOpaqueNodes
 from amp_fx.passes.restore_outputs import RestoreOutputs
 from amp_fx.passes.round_biases import RoundBiases
 from amp_fx.passes.round_compared import RoundCompared
+from amp_fx.passes.separate_inputs import SeparateInputs
 from amp_fx.passes.split_weights import SplitWeights
 from amp_fx.passes.store_weights_low import StoreWeightsLow
 from amp_fx.passes.weights_to_constants import WeightsToConstants
@@ -59,7 +62,7 @@ from amp_fx.torch_private.tracing import trace_structured
 from amp_fx.weights.read_only import is_checking
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from typing import Any
 
     from amp_fx.graphs.records import AutocastSite
@@ -101,18 +104,21 @@ AOT_PASSES: tuple[type[Pass], ...] = (
     DecomposeAttention,
     LayOutConvolutions,
     SplitWeights,
+    ProtectSavedInputs,
     WeightsToConstants,
     MergeDuplicates,
     FoldBatchNorms,
     FoldConstants,
     BlockFewRows,
     WidenProducts,
+    LayOutConstants,
     PackForKernels,
     RoundBiases,
     RefusePacking,
     ConstantsToInputs,
     RoundCompared,
     KeepEagerKernels,
+    SeparateInputs,
 )
 """Passes on AOTAutograd's graphs, roughly in order; ``aot_passes`` and ``packing_passes`` say when
 each runs. ``WidenProducts``, ``FoldConstants`` and ``RecordValues`` run more than once."""
@@ -175,6 +181,7 @@ def aot_passes(
     num_returned: int,
     is_inductor: bool,
     is_strict: bool,
+    moving: Collection[str] | None = None,
     packing: tuple[Pass, ...] = (),
 ) -> tuple[Pass, ...]:
     """Returns the passes for a graph of AOTAutograd.
@@ -186,6 +193,8 @@ def aot_passes(
         num_returned: Number of outputs that are returned to the caller.
         is_inductor: Whether inductor compiles the graph; otherwise it runs op by op.
         is_strict: Whether generated code must round where eager code rounds.
+        moving: Names of the inputs whose addresses change between calls, for CUDA graphs; None
+            without them.
         packing: ``packing_passes``, if weights become constants.
     """
     is_backward = stage == "backward"
@@ -218,6 +227,9 @@ def aot_passes(
         if is_inductor and stage == "inference":
             passes.append(LayOutConvolutions(candidates, num_returned, is_inference=True))
         passes.append(SplitWeights(candidates, num_returned))
+        # After cached values became inputs, among which it looks.
+        if stage == "forward":
+            passes.append(ProtectSavedInputs(num_returned))
     if is_inductor:
         passes += [
             # After caching: what is cached is the low cast, and the float32 form of it is computed
@@ -226,6 +238,8 @@ def aot_passes(
             # Marks of nodes come last, because passes above replace nodes.
             RoundCompared(),
             *((KeepEagerKernels(),) if options.has_eager_kernels else ()),
+            # Last: it looks for unused inputs, and removes outputs, which passes above read.
+            *((SeparateInputs(moving),) if moving is not None else ()),
         ]
     return tuple(passes)
 
@@ -270,16 +284,17 @@ def packing_passes(
         # Before folding, so that equal values are computed and packed once.
         MergeDuplicates(),
         *own,
+        # Before packing, which computes the copies and packs them.
+        *((LayOutConstants(),) if is_channels_last else ()),
         PackForKernels(
             constants,
             others,
-            is_channels_last,
             folds_batch_norm=bool(options.fold_batch_norm),
             chooses_kernels=not is_strict,
         ),
         # Whether a convolution takes a float32 bias is known once it is packed or was not.
         RoundBiases(),
-        # Computes the rounded biases.
+        # Computes packed weights and rounded biases.
         fold,
         # Inductor's passes add nodes without values, which the checks and marks below read.
         RecordValues(),

@@ -135,17 +135,6 @@ def folding_constants_by(fold: Function) -> AbstractContextManager[None]:
     return replaced((freezing, "constant_fold", fold))
 
 
-def without_output_layouts() -> AbstractContextManager[None]:
-    """Context in which inductor's freezing adds no ops that fix the layouts of outputs.
-
-    Recorded strides fix them. An op that does it as well would hide from passes that its input is
-    returned, and they would remove copies before it (torch 2.15).
-    """
-    from amp_fx.torch_private.inductor import freezing
-
-    return replaced((freezing, "enforce_output_layout", lambda _: None))
-
-
 def batch_norm_folding(is_on: bool) -> AbstractContextManager[None]:
     """Context in which passes fold arithmetic after a convolution or product into its weights.
 

@@ -65,8 +65,8 @@ if TYPE_CHECKING:
 # - Inductor's freezing passes run before. They remove copies that the graph returns;
 #   ``pack_for_kernels`` adds these again.
 # - AOTAutograd sees a value that the forward saves as an intermediate result, which the backward
-#   may overwrite (``bw_donated_idxs``); ``keep_saved`` removes it from that list. A backward may
-#   also return it as a gradient; the pass ``copy_returned_inputs`` adds a copy.
+#   may overwrite (``bw_donated_idxs``). ``protect_saved_inputs`` removes it from that list. A
+#   backward may also return it as a gradient; ``copy_returned_inputs`` adds a copy.
 # - Values that the caller gets are not cached (``aliases.escaping``).
 #
 # ``AMP_FX_CHECK=1`` checks the result without such a list (``read_only``).

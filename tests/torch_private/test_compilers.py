@@ -353,7 +353,7 @@ def test_caches_of_inductor_lie_in_this_folder(
 
 def test_freezing_can_be_replaced_piece_by_piece() -> None:
     assert hasattr(inductor.freezing, "constant_fold")
-    assert callable(inductor.freezing.convert_conv_weights_to_channels_last)
+    assert callable(inductor.freezing.enforce_as_strided_input_layout)
     assert (
         "layout_opt" not in inspect.signature(inductor.GraphLowering.decide_layout_opt).parameters
     )

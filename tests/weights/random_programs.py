@@ -27,10 +27,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from amp_fx.backend import lower
 from amp_fx.passes import pack_for_kernels
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.constants_to_inputs import ConstantsToInputs
+from amp_fx.passes.protect_saved_inputs import ProtectSavedInputs
 from amp_fx.replaced import replaced
 from amp_fx.weights.read_only import CHECK_ENVIRONMENT
 
@@ -349,7 +349,7 @@ def run(seed: int) -> None:
 
 
 PLANTED: dict[str, tuple[Any, str, Any]] = {
-    "donated": (lower, "keep_saved", lambda _: None),
+    "donated": (ProtectSavedInputs, "call", lambda *_: PassResult(collections.Counter())),
     "constants": (ConstantsToInputs, "call", lambda *_: PassResult(collections.Counter())),
     "returned": (pack_for_kernels, "_separate_outputs", lambda *_: None),
 }

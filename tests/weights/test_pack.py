@@ -10,6 +10,7 @@ import torch
 from amp_fx.backend.lower import AotGraph, pack_graph
 from amp_fx.backend.pipeline import packing_passes, run_passes
 from amp_fx.options import Options
+from amp_fx.passes import widen_products
 from amp_fx.torch_private.fake_tensors import detect_fake_mode
 from amp_fx.weights.cpu.few_rows import MAX_ROWS
 from amp_fx.weights.pack import CannotPackError, Constants, packing
@@ -38,7 +39,10 @@ def linear(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 def packed(
     program: Callable[..., Any], *tensors: torch.Tensor, skipped: Collection[str] = ()
 ) -> tuple[fx.GraphModule, Constants]:
-    """Packs the first tensor as a weight of a function of all tensors, without some passes."""
+    """Packs the first tensor as a weight of a function of all tensors, without some passes.
+
+    ``"last fold_constants"`` skips the last pass of that name, and others the first.
+    """
     gm = traced(program, *tensors)
     constants = Constants({0: "a"})
     fakes = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
@@ -51,8 +55,9 @@ def packed(
         is_channels_last="conv" in str(gm.graph),
     )
     run = list(passes)
-    for name in skipped:  # the first of that name
-        run.remove(next(each for each in run if each.name == name))
+    for name in skipped:
+        places = [i for i, each in enumerate(run) if each.name == name.removeprefix("last ")]
+        del run[places[-1 if name.startswith("last ") else 0]]
     with packing(detect_fake_mode(fakes)):
         run_passes(gm, run)
     return gm, constants
@@ -141,6 +146,62 @@ def test_norms_are_folded_before_weights_are_rounded() -> None:
     assert {"mul", "convert_element_type"} <= ops_folded
     assert "mul" not in graph
     assert "mul" in unfolded
+
+
+def test_products_are_widened_before_inductor_packs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OneDNN would multiply in the low dtype, for which the processor has no instructions here."""
+    monkeypatch.setattr(widen_products, "is_wide", lambda *_: True)
+    monkeypatch.setattr("amp_fx.weights.cpu.few_rows.takes_template", lambda *_: None)
+    (ops_wide, wide), (ops_low, low) = without("widen_products", linear, WEIGHT, MANY)
+    assert "amp_fx.rounded" in wide
+    assert "amp_fx.rounded" not in low
+    assert {"_to_copy", "convert_element_type"} <= ops_wide
+    assert "convert_element_type" not in ops_low
+
+
+def test_weights_are_laid_out_before_they_are_packed() -> None:
+    images, kernel = integers(2, 8, 9, 9), integers(8, 8, 3, 3)
+    (ops_laid, _), (ops_plain, _) = without("lay_out_constants", convolved, kernel, images)
+    assert "clone" in ops_laid
+    assert "clone" not in ops_plain
+
+
+def shifted(w: torch.Tensor, x: torch.Tensor) -> Any:
+    """A convolution with a float32 bias that is computed from its weight, plus the images."""
+    convert = torch.ops.prims.convert_element_type.default
+    low = torch.ops.aten.convolution.default(
+        convert(x, BF16), convert(w, BF16), None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1
+    )
+    shift = w.sum((1, 2, 3)).reshape(-1, 1, 1)
+    total = torch.ops.aten.add.Tensor(convert(low, torch.float32), shift)
+    return torch.ops.aten.add.Tensor(convert(total, BF16), convert(x, BF16))
+
+
+def biases(gm: fx.GraphModule) -> list[torch.dtype]:
+    """Returns the dtypes of the biases of packed convolutions."""
+    op = torch.ops.mkldnn._convolution_pointwise.default
+    nodes = gm.graph.find_nodes(op="call_function", target=op)
+    return [node.args[2].meta["val"].dtype for node in nodes]
+
+
+def test_biases_are_rounded_after_convolutions_are_packed() -> None:
+    """Whether a tensor is added to the result is known then: its kernel takes no float32 bias."""
+    images, kernel = integers(2, 8, 9, 9), integers(8, 8, 3, 3)
+    rounded, _ = packed(shifted, kernel, images)
+    unrounded, _ = packed(shifted, kernel, images, skipped=["round_biases"])
+    assert (biases(rounded), biases(unrounded)) == ([BF16], [torch.float32])
+
+
+def test_packed_weights_and_rounded_biases_are_computed_once() -> None:
+    images, kernel = integers(2, 8, 9, 9), integers(8, 8, 3, 3)
+    folded, constants = packed(shifted, kernel, images)
+    unfinished = ["last fold_constants", "record_values"]  # which cannot evaluate packing
+    unfolded, _ = packed(shifted, kernel, images, skipped=unfinished)
+    computed_later = {"_reorder_convolution_weight", "convert_element_type"}
+    assert computed_later <= ops(constants, folded)
+    lines = ["\n".join(text(gm.graph)) for gm in (folded, unfolded)]
+    assert [line.count("= mkldnn._reorder_convolution_weight") for line in lines] == [0, 1]
+    assert [line.count("= prims.convert_element_type") for line in lines] == [1, 2]
 
 
 def test_constants_become_inputs_last() -> None:

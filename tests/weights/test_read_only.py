@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from amp_fx.backend import lower
 from amp_fx.errors import StaleWeightError
-from amp_fx.passes import pack_for_kernels
+from amp_fx.passes import pack_for_kernels, protect_saved_inputs
 from amp_fx.weights.read_only import CHECK_ENVIRONMENT
 from amp_fx.weights.store import STORE
 from tests import needs
@@ -190,7 +189,7 @@ def test_weights_that_shared_memory_are_not_merged(
 @needs.CPP_COMPILER
 def test_check_finds_a_value_that_the_backward_overwrites(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHECK_ENVIRONMENT, "1")
-    monkeypatch.setattr(lower, "keep_saved", lambda _: None)
+    monkeypatch.setattr(protect_saved_inputs, "keep_saved", lambda _: None)
     program = Program(SAVED["mask"])
     options: dict[str, Any] = {"numerics": "eager"}
     compiled = torch.compile(program, backend="amp_fx", options=options)
