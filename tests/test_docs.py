@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import os
 import re
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -160,6 +162,17 @@ def test_the_times_of_the_readme_are_those_of_the_benchmarks() -> None:
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     assert '--8<-- "README.md:times"' in index
     assert " ms |" not in index
+    data = json.loads((ROOT / "docs" / "assets" / "benchmarks.json").read_text(encoding="utf-8"))
+    for row in data["comparisons"]:  # of which the plots are drawn
+        numbers = {
+            float(cell)
+            for cell in measured[row["workload"]]
+            if cell[:1].isdigit() and "(" not in cell
+        }
+        drawn = [1e3 * statistics.median(each) for each in row["seconds"].values()]
+        drawn += [1e3 * error for error in row["errors"].values()]
+        assert len(drawn) > 8
+        assert {float(f"{number:.3g}") for number in drawn} <= numbers, row["workload"]
 
 
 @pytest.mark.parametrize(

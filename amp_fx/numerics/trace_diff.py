@@ -226,7 +226,9 @@ class TraceDiff(Report):
         if not shown:
             return Group(*texts)
         names = ("stage", "module", "op", "source")
-        table = new_table(*names[:3], "dtype", "in", "error", "x", "source", folded=names)
+        table = new_table(
+            *names[:3], "dtype", "input error", "error", "ratio", "source", folded=names
+        )
         for op in shown:
             dtypes = Text("/").join([dtype_cell(dtype) for dtype in dict.fromkeys(op.dtypes)])
             table.add_row(
