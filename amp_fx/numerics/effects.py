@@ -6,7 +6,8 @@ import functools
 import math
 from typing import TYPE_CHECKING, Any
 
-from amp_fx.numerics.measures import effect_of
+from amp_fx.numerics.measures import add_effect
+from amp_fx.numerics.suspects import OpGraph
 from amp_fx.observe.ops import below_everything, is_custom, is_tracked, number_of
 from amp_fx.observe.recorder import Sink
 
@@ -79,7 +80,24 @@ class Effects(Sink):
                 exact = self._twin.shadows.of(gradient)
                 for error in errors:
                     if error.position == position or error.geometry is not None:
-                        _add_effect(error, gradient, exact)
+                        self._add_one(error, gradient, exact)
+
+    def _add_one(self, error: OutputError, gradient: torch.Tensor, exact: torch.Tensor) -> None:
+        shadow = error.part_of(exact)
+        low = shadow if exact is gradient else error.part_of(gradient)
+        if low is None or shadow is None:
+            return
+
+        def add(effect: float, square: float) -> None:
+            record = error.record
+            if error.is_of_constant:
+                record = OpGraph(self._twin.seen).maker_of_error(record)
+            elif not record.local_sq:
+                return  # an exact op
+            record.effect = (record.effect or 0.0) + effect
+            record.effect_sq += square
+
+        add_effect(self._twin.readings, low, shadow, error.eps, add)
 
 
 _REENTRANT = ("CheckpointFunctionBackward",)
@@ -97,15 +115,3 @@ def _node_of_write(nodes: dict[int, Any], number: int, *, is_view: bool) -> Any:
         found = nodes.get(number + 1)
         return found if found is not None and found.name().endswith("CopySlices") else None
     return nodes.get(number - 1)
-
-
-def _add_effect(error: OutputError, gradient: torch.Tensor, exact: torch.Tensor) -> None:
-    shadow = error.part_of(exact)
-    low = shadow if exact is gradient else error.part_of(gradient)
-    if low is None or shadow is None:
-        return
-    effect, square = effect_of(low, shadow, error.eps)
-    if math.isfinite(effect) and math.isfinite(square):  # an overflow has no first order
-        record = error.record
-        record.effect = (record.effect or 0.0) + effect
-        record.effect_sq += square

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import UnsupportedError
 from amp_fx.numerics.asked import (
@@ -27,6 +25,8 @@ from amp_fx.second_call import takes_inputs_later
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterable
+
+    import torch
 
     from amp_fx.policies.policy import Policy
 
@@ -102,9 +102,8 @@ def examine(
     """Returns the report on one call."""
     device_type = device_type_of(step, (args, kwargs), asked)
     dtype = low_dtype_of(asked, device_type)
-    region = functools.partial(torch.autocast, device_type, dtype)
     with working(f"examining {name_of(step)} in {dtype_name(dtype)}"):
-        measured = run_step(step, args, kwargs, asked, dtype, region)
+        measured = run_step(step, args, kwargs, asked, dtype, device_type)
     if asked.modules is not None and not measured["nodes"]:
         raise UnsupportedError(
             f"modules={asked.modules!r} matches no module in which an op runs in low precision"

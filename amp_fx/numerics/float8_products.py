@@ -7,6 +7,7 @@ with the plain product of the same operands.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.numerics.twin import ShadowedCall, Twin
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from amp_fx.numerics.records import OpRecord
     from amp_fx.tables.float8 import Scaling
 
 KERNEL = "amp_fx::float8_product"
@@ -79,8 +81,13 @@ class _ProductCall(ShadowedCall):
             is_rounded = RECIPES[self.recipe].has_power_of_two_scales
             data, _ = quantize(operand, scaling, -1, has_power_of_two_scales=is_rounded)
             is_nonzero = operand != 0
-            found.flushed += int((is_nonzero & (data.float() == 0)).sum())
-            found.nonzero += int(is_nonzero.sum())
+            numbers = (is_nonzero & (data.float() == 0)).sum(), is_nonzero.sum()
+            self.twin.readings.add(numbers, functools.partial(_add_flushed, found))
+
+
+def _add_flushed(record: OpRecord, read: list[float]) -> None:
+    record.flushed += int(read[0])
+    record.nonzero += int(read[1])
 
 
 @dataclasses.dataclass

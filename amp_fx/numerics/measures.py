@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 
 @dataclasses.dataclass
@@ -81,12 +85,47 @@ def _largest(a: float, b: float) -> float:
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
+class Readings:
+    """Numbers on a device. The host reads each at once, or all together at the end.
+
+    Args:
+        is_batched: True to read at the end, so that no op waits for the device. Overflows are
+            found too late to be healed then, and ``is_sound`` becomes False.
+    """
+
+    def __init__(self, *, is_batched: bool) -> None:
+        self.is_batched, self.is_sound = is_batched, True
+        self._pending: list[tuple[torch.Tensor | None, Callable[[list[float]], None]]] = []
+
+    def add(self, numbers: Sequence[torch.Tensor], then: Callable[[list[float]], None]) -> None:
+        """Calls a function with numbers, after the functions of earlier numbers."""
+        packed = torch.stack([n.to(torch.float64) for n in numbers]) if numbers else None
+        self._pending.append((packed, then))
+        if not self.is_batched:
+            self.read()
+
+    def read(self) -> None:
+        """Reads the numbers, with one transfer."""
+        pending, self._pending = self._pending, []
+        packed = [tensor for tensor, _ in pending if tensor is not None]
+        whole = torch.cat([tensor.to(packed[0].device) for tensor in packed]) if packed else None
+        values = iter([] if whole is None else whole.tolist())
+        for tensor, then in pending:
+            then([next(values) for _ in range(0 if tensor is None else tensor.numel())])
+
+
 def measure_float(
-    result: torch.Tensor, repeated: torch.Tensor | None, shadow: torch.Tensor, *, counts_zeros: bool
+    readings: Readings,
+    result: torch.Tensor,
+    repeated: torch.Tensor | None,
+    shadow: torch.Tensor,
+    *,
+    counts_zeros: bool,
 ) -> tuple[Measures, torch.Tensor | None]:
     """Measures a floating-point result, with one transfer from the device.
 
     Args:
+        readings: It reads the numbers, at once or later.
         result: The result of the op in the program.
         repeated: The result of the op in the reference on the same inputs; None if it ran so.
         shadow: The result in the reference program.
@@ -106,25 +145,33 @@ def measure_float(
     error = eps if repeated is shadow else torch.sub(wide, shadow)
     assert error is not None
     low, high = torch.aminmax(shadow)
-    numbers = [_square(error), _square(shadow), low, high]
-    if eps is not None and error is not eps:
-        assert repeated is not None
-        numbers += [_square(eps), _square(repeated)]
+    numbers = {"low": low, "high": high, "error_sq": _square(error), "shadow_sq": _square(shadow)}
+    if eps is not None and repeated is not None:
+        is_same = error is eps
+        numbers["local_sq"] = numbers["error_sq"] if is_same else _square(eps)
+        numbers["local_ref_sq"] = numbers["shadow_sq"] if is_same else _square(repeated)
     if counts_zeros and repeated is not None:
-        zeros = result == 0
-        numbers += [((repeated != 0) & zeros).sum(), torch.count_nonzero(repeated)]
-    read = torch.stack([n.to(torch.float64) for n in numbers]).tolist()
-    found.error_sq, found.shadow_sq = read[:2]
-    found.max_abs = _largest(abs(read[2]), abs(read[3]))
-    if counts_zeros and repeated is not None:
-        found.flushed, found.nonzero = map(int, read[-2:])
-    if eps is not None:
-        found.local_sq, found.local_ref_sq = read[:2] if error is eps else read[4:6]
-    if not _is_sound(found):
-        _measure_again(found, result, repeated, shadow)
-    largest = _SATURATING.get(given)
-    if largest is not None and repeated is not None:
-        found.overflows = int((repeated.abs() > largest).sum())
+        numbers["flushed"] = ((repeated != 0) & (result == 0)).sum()
+        numbers["nonzero"] = torch.count_nonzero(repeated)
+    if given in _SATURATING and repeated is not None:
+        numbers["overflows"] = (repeated.abs() > _SATURATING[given]).sum()
+    names = [*numbers]
+    again = None if readings.is_batched else (result, repeated, shadow)
+
+    def fill(read: list[float]) -> None:
+        values = dict(zip(names, read, strict=True))
+        found.max_abs = _largest(abs(values.pop("low")), abs(values.pop("high")))
+        saturated = values.pop("overflows", None)
+        for name, value in values.items():
+            setattr(found, name, type(getattr(found, name))(value))  # counts are integers
+        if not _is_sound(found):
+            readings.is_sound = False
+            if again is not None:
+                _measure_again(found, *again)
+        if saturated is not None:
+            found.overflows = int(saturated)
+
+    readings.add([*numbers.values()], fill)
     return found, eps
 
 
@@ -206,34 +253,52 @@ def heal(
     result.copy_(torch.where(bad, shadow.clamp(-limit, limit), wide))
 
 
-def effect_of(
-    gradient: torch.Tensor, shadow: torch.Tensor, eps: torch.Tensor
-) -> tuple[float, float]:
-    """Returns the effect of an error on the loss, to first order, and the sum of squares.
+def add_effect(
+    readings: Readings,
+    gradient: torch.Tensor,
+    shadow: torch.Tensor,
+    eps: torch.Tensor,
+    add: Callable[[float, float], None],
+) -> None:
+    """Computes the effect of an error on the loss, to first order, and the sum of squares.
 
     The gradient is the mean of those in the low and in the reference program, which makes the
     second order vanish.
 
     Args:
+        readings: It reads the numbers, at once or later.
         gradient: The gradient of the result in the low program.
         shadow: The gradient in the reference program.
         eps: The error of the result.
+        add: Gets the effect and the sum of squares if they are finite.
     """
     eps = eps.to(shadow.dtype)
     moved = gradient.to(shadow.dtype) + shadow if gradient is not shadow else shadow * 2
     moved *= eps
-    effect, square = torch.stack([moved.sum(), _square(moved)]).tolist()
-    if not math.isfinite(effect) and gradient is not shadow:
-        return effect_of(shadow, shadow, eps)
-    return effect / 2, square / 4
+    again = (shadow, eps) if gradient is not shadow and not readings.is_batched else None
+
+    def fill(read: list[float]) -> None:
+        effect, square = read
+        if math.isfinite(effect) and math.isfinite(square):  # an overflow has no first order
+            add(effect / 2, square / 4)
+        elif again is not None and not math.isfinite(effect):
+            add_effect(readings, again[0], *again, add)
+        else:
+            readings.is_sound = False
+
+    readings.add([moved.sum(), _square(moved)], fill)
 
 
-def exponents(tensor: torch.Tensor, most: int = 4096) -> torch.Tensor:
-    """Returns the binary exponents of a sample of the elements that are not zero."""
+def sample_of(tensor: torch.Tensor, most: int = 4096) -> torch.Tensor:
+    """Returns a sample of the elements."""
     flat = dense(tensor)
-    sample = flat[:: max(1, flat.numel() // most)]
-    sample = sample[(sample != 0) & sample.isfinite()]
-    return torch.frexp(sample).exponent
+    return flat[:: max(1, flat.numel() // most)].clone()
+
+
+def exponents(sample: torch.Tensor) -> torch.Tensor:
+    """Returns the binary exponents of the elements that are not zero."""
+    sample = sample.cpu()
+    return torch.frexp(sample[(sample != 0) & sample.isfinite()]).exponent
 
 
 def rounded_integers(low: torch.Tensor, exact: torch.Tensor) -> float:
@@ -244,6 +309,11 @@ def rounded_integers(low: torch.Tensor, exact: torch.Tensor) -> float:
     first = exact.flatten()[:64] if exact.is_contiguous() else exact
     if not exact.numel() or not bool((first == first.round()).all()):
         return 0.0
-    if not bool((exact == exact.round()).all()) or not bool(exact.isfinite().all()):
-        return 0.0
-    return float(exact.abs().max()) if bool((low.to(exact.dtype) != exact).any()) else 0.0
+    return float(largest_rounded(low, exact))
+
+
+def largest_rounded(low: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Returns the same as a tensor on the device."""
+    is_whole = (exact == exact.round()).all() & exact.isfinite().all()
+    is_changed = (low.to(exact.dtype) != exact).any()
+    return torch.where(is_whole & is_changed, exact.abs().max().double(), 0.0)

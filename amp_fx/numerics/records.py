@@ -30,11 +30,12 @@ class OutputError:
     """The error of one result of a forward op, kept until the gradient of the result arrives.
 
     Attributes:
-        record: The op that made the error.
+        record: The op that made the error, or the one that made constants with this error.
         position: The position of the result among the op's results.
         eps: The error.
         is_written: True if the op wrote the result in place.
         geometry: Sizes, strides and offset if it wrote to a view.
+        is_of_constant: True if the op that introduced the error is upstream of the record.
     """
 
     record: OpRecord
@@ -42,6 +43,7 @@ class OutputError:
     eps: torch.Tensor
     is_written: bool = False
     geometry: tuple[Any, ...] | None = None
+    is_of_constant: bool = False
 
     def part_of(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Returns the part of the node's gradient for this result; None if it has none."""

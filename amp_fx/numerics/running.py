@@ -15,7 +15,7 @@ from amp_fx.explanation.running import isolated, leaf_tensors
 from amp_fx.numerics.effects import Effects
 from amp_fx.numerics.float8_products import Float8Twin
 from amp_fx.numerics.graph_run import CompiledStep
-from amp_fx.numerics.measures import relative
+from amp_fx.numerics.measures import exponents, relative
 from amp_fx.numerics.records import GradientRecord
 from amp_fx.numerics.report import UnexaminedRecord
 from amp_fx.observe.ops import below_everything, is_tracked, unwrapped
@@ -77,15 +77,35 @@ def _is_trained(tensor: torch.Tensor) -> bool:
 def _compared(
     twin: Twin, leaves: list[torch.Tensor], found: Iterable[torch.Tensor | None], asked: Asked
 ) -> list[GradientRecord]:
-    path_of = twin.recorder.places.path_of
-    names = [path_of(leaf, f"input {index}") for index, leaf in enumerate(leaves)]
-    return [
-        _compare(twin, name, gradient)
-        for name, gradient in zip(names, found, strict=True)
-        if gradient is not None
-        and is_tracked(gradient)
-        and (asked.modules is None or is_inside(name, asked.modules))
-    ]
+    """Returns a list that gets the records of gradients when their numbers are read."""
+    records: list[GradientRecord] = []
+    for index, (leaf, gradient) in enumerate(zip(leaves, found, strict=True)):
+        name = twin.recorder.places.path_of(leaf, f"input {index}")
+        is_wanted = asked.modules is None or is_inside(name, asked.modules)
+        if gradient is not None and is_wanted and is_tracked(gradient):
+            with below_everything():
+                shadow = twin.shadows.of(gradient.detach()).double()
+                low = gradient.detach().double()
+                norms = [torch.linalg.vector_norm(t) for t in (shadow, low, low - shadow)]
+                add = functools.partial(_add_record, records, name, tuple(gradient.shape))
+                twin.readings.add([*norms, (low * shadow).sum()], add)
+    return records
+
+
+def _add_record(
+    records: list[GradientRecord], name: str, shape: tuple[int, ...], read: list[float]
+) -> None:
+    norm, low_norm, error, dot = read
+    is_zero = norm == 0 and low_norm == 0
+    records.append(
+        GradientRecord(
+            name=name,
+            shape=shape,
+            error=0.0 if error == 0 else error / norm if norm else math.inf,
+            cosine=1.0 if is_zero else dot / (norm * low_norm) if norm * low_norm else 0.0,
+            norm=norm,
+        )
+    )
 
 
 def _loss_scale(twin: Twin, effects: Effects, loss: torch.Tensor | None) -> float:
@@ -98,6 +118,7 @@ def _loss_scale(twin: Twin, effects: Effects, loss: torch.Tensor | None) -> floa
 
 
 def _divide_effects(twin: Twin, factor: float) -> None:
+    twin.readings.read()
     for seen in twin.seen if math.isfinite(factor) and factor != 0 else ():
         seen.effect = None if seen.effect is None else seen.effect / factor
         seen.effect_sq /= factor**2
@@ -112,31 +133,13 @@ def _direction(output: torch.Tensor, scale: float, *, is_loss: bool) -> torch.Te
     return (signs * scale).to(output.device, output.dtype)
 
 
-def _compare(twin: Twin, name: str, gradient: torch.Tensor) -> GradientRecord:
-    with below_everything():
-        shadow = twin.shadows.of(gradient.detach()).double()
-        low = gradient.detach().double()
-        norm, low_norm, error = (
-            float(torch.linalg.vector_norm(t)) for t in (shadow, low, low - shadow)
-        )
-        dot = float((low * shadow).sum())
-    is_zero = norm == 0 and low_norm == 0
-    return GradientRecord(
-        name=name,
-        shape=tuple(gradient.shape),
-        error=0.0 if error == 0 else error / norm if norm else math.inf,
-        cosine=1.0 if is_zero else dot / (norm * low_norm) if norm * low_norm else 0.0,
-        norm=norm,
-    )
-
-
 def run_step(
     step: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     asked: Asked,
     dtype: torch.dtype,
-    region: Callable[[], contextlib.AbstractContextManager[Any]],
+    device_type: str,
 ) -> dict[str, Any]:
     """Runs a step with its shadow, and returns the measured fields of a report.
 
@@ -146,7 +149,7 @@ def run_step(
         kwargs: Its named arguments.
         asked: The arguments of ``accuracy``.
         dtype: The low dtype.
-        region: Creates the region of mixed precision for the step.
+        device_type: The device type of the region of mixed precision.
     """
     guard, paths = guard_of(step), ModulePaths(Program(step, args, kwargs))
     first, is_compiled = Recorder(guard, paths), asked.policy != preset("torch")
@@ -154,7 +157,8 @@ def run_step(
     call = functools.partial(call_with_paths, paths, compiled or step, *args, **kwargs)
 
     def forward(recorder: Recorder) -> tuple[Any, torch.Tensor | None]:
-        with region(), contextlib.ExitStack() as observed:
+        region = torch.autocast(device_type, dtype)
+        with region, contextlib.ExitStack() as observed:
             if compiled is None:
                 observed.enter_context(recorder.observing())
                 outputs = call()
@@ -175,19 +179,24 @@ def run_step(
             guard.save(tensor for _, tensor in (*paths.named_parameters(), *paths.named_buffers()))
         plain = _plain_loss(forward(first)[1])  # its graph is freed here
         guard.check_float32()
-        guard.restore()
-        rewind()
-        twin = Float8Twin(asked.reference, asked.modules)
-        effects = Effects(twin)
-        Recorder(guard, paths, twin, effects)
-        for why in () if compiled is None else compiled.breaks:
-            first_line = why.strip().split("\n")[0]
-            twin.leave_out(
-                "code outside of graphs", "", f"a policy does not apply to it: {first_line}"
-            )
-        fields = _shadow_run(twin, effects, forward, paths, asked)
+        breaks = () if compiled is None else tuple(compiled.breaks)
+        # Where the host need not wait for ops, overflows are found at the end, and then healed.
+        for is_batched in (True, False) if device_type not in WAITING else (False,):
+            guard.restore()
+            rewind()
+            twin = Float8Twin(asked.reference, asked.modules, is_batched=is_batched)
+            effects = Effects(twin)
+            Recorder(guard, paths, twin, effects)
+            for why in breaks:
+                first_line = why.strip().split("\n")[0]
+                twin.leave_out(
+                    "code outside of graphs", "", f"a policy does not apply to it: {first_line}"
+                )
+            fields = _shadow_run(twin, effects, forward, paths, asked)
+            if twin.readings.is_sound:
+                break
     if dtype == torch.float16:
-        fields["suggested_scale"] = _suggested_scale(twin.exponents, asked.scale)
+        fields["suggested_scale"] = _suggested_scale(twin.samples, asked.scale)
     if twin.num_healed:
         return {**fields, "loss": plain}
     return {**fields, "is_repeatable": str(plain) == str(fields["loss"])}  # a NaN equals itself
@@ -209,6 +218,9 @@ def loss_of(outputs: Any, given: Callable[[Any], Any] | None) -> torch.Tensor | 
     is_loss = bool(tensors) and tensors[0].dim() == 0 and tensors[0].is_floating_point()
     return tensors[0] if is_loss else None
 
+
+WAITING = ("cpu",)
+"""Device types on which the host computes itself, so that a read takes no time."""
 
 Forward = Callable[[Recorder], tuple[Any, torch.Tensor | None]]
 """Runs the forward of a step under a recorder, and returns its outputs and its loss."""
@@ -246,6 +258,7 @@ def _shadow_run(
         with below_everything():
             output_error = _output_error(twin, compared)
     gradients = call_with_paths(paths, _run_backward, twin, effects, loss, floats, asked)
+    twin.readings.read()
     missing = twin.not_examined.items()
     return {
         **values,
@@ -275,14 +288,15 @@ def _suggested_scale(
     samples: list[tuple[torch.Tensor, Measures]], scale: float
 ) -> tuple[float, float] | None:
     """Returns the range of scales at which a float16 backward flushes little and stays finite."""
-    samples = [(exponents.cpu(), m) for exponents, m in samples if exponents.numel()]
-    largest = max((m.max_abs for _, m in samples if math.isfinite(m.max_abs)), default=0.0)
-    if not samples or not largest:
+    known = [(exponents(sample), m) for sample, m in samples if m.numel]
+    known = [(found, m) for found, m in known if found.numel()]
+    largest = max((m.max_abs for _, m in known if math.isfinite(m.max_abs)), default=0.0)
+    if not known or not largest:
         return None
-    exponents, order = torch.cat([exponents for exponents, _ in samples]).sort()
-    weights = [torch.full(e.shape, m.numel / e.numel(), dtype=torch.float64) for e, m in samples]
+    sizes, order = torch.cat([found for found, _ in known]).sort()
+    weights = [torch.full(e.shape, m.numel / e.numel(), dtype=torch.float64) for e, m in known]
     share = torch.cat(weights)[order].cumsum(0)
-    first = int(exponents[(share > 0.01 * share[-1]).nonzero()[0]])
+    first = int(sizes[(share > 0.01 * share[-1]).nonzero()[0]])
     low = 2.0 ** max(0, SMALLEST_EXPONENT - first + 1) * scale
     high = 2.0 ** math.floor(math.log2(65504 / 4 / largest)) * scale
     return (low, high) if low <= high else None

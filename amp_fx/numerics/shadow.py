@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amp_fx.observe.storages import Marks
 from amp_fx.torch_private.autograd import neg_view
+
+if TYPE_CHECKING:
+    from amp_fx.numerics.measures import Measures
 
 
 @dataclasses.dataclass
@@ -24,12 +27,12 @@ class ShadowEntry:
     Attributes:
         shadow: The second storage; None if the storage is its own shadow.
         origin: The number of the record of the op that wrote it last; -1 for an input.
-        error: The relative error after that write.
+        measures: The measures of that write; None if it has no error.
     """
 
     shadow: torch.UntypedStorage | None = None
     origin: int = -1
-    error: float = 0.0
+    measures: Measures | None = None
 
 
 class Shadows:

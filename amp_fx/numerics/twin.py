@@ -18,10 +18,17 @@ import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.running import leaf_tensors
-from amp_fx.numerics.measures import Measures, exponents, heal, measure_float, rounded_integers
+from amp_fx.numerics.measures import (
+    Measures,
+    Readings,
+    heal,
+    largest_rounded,
+    measure_float,
+    rounded_integers,
+    sample_of,
+)
 from amp_fx.numerics.records import OpRecord, OutputError
 from amp_fx.numerics.shadow import HALF_TO_FLOAT, Shadows, dropped_out
-from amp_fx.numerics.suspects import OpGraph
 from amp_fx.observe.ops import is_tracked
 from amp_fx.observe.places import is_inside
 from amp_fx.observe.recorder import Event, Sink
@@ -84,12 +91,18 @@ class ShadowedCall:
         for result in self.event.results:
             if not result.is_floating_point() or not result.numel():
                 continue
-            total = float(result.sum())
-            if not math.isfinite(total) and not _has_infinity(self.tensors):
-                seen = self._new_record(result)
-                seen.is_origin = True
-                seen.max_abs = total
-                self.twin.record(seen)
+            readings = self.twin.readings
+            readings.add([result.sum()], functools.partial(self._note_origin, result))
+
+    def _note_origin(self, result: torch.Tensor, read: list[float]) -> None:
+        if math.isfinite(read[0]):
+            return
+        self.twin.readings.is_sound = False
+        if not self.twin.readings.is_batched and not _has_infinity(self.tensors):
+            seen = self._new_record(result)
+            seen.is_origin = True
+            seen.max_abs = read[0]
+            self.twin.record(seen)
 
     def prepare(self) -> None:
         """Chooses the inputs of the repetitions, before the op overwrites its own."""
@@ -201,12 +214,12 @@ class ShadowedCall:
         origins = [e.origin for e in entries if e is not None and e.origin >= 0]
         if not origins or origins[0] >= len(self.twin.seen):
             return
-        seen = OpGraph(self.twin.seen).maker_of_error(self.twin.seen[origins[0]])
+        seen = self.twin.seen[origins[0]]
         pairs = zip(leaf_tensors(repeated), leaf_tensors(mixed), strict=True)
         for position, (with_error, without) in enumerate(pairs):
             if with_error.is_floating_point():
                 eps = torch.sub(with_error, without).to(torch.bfloat16)
-                self._keep(OutputError(seen, position, eps))
+                self._keep(OutputError(seen, position, eps, is_of_constant=True))
 
     def _repetitions(self, *, has_mixed: bool) -> tuple[Repetition, Repetition | None]:
         """Returns the repetitions on the shadows and on the same inputs; None if none is needed."""
@@ -253,39 +266,58 @@ class ShadowedCall:
             return None
         seen = self._new_record(first)
         is_measured = self.event.stage in MEASURED
-        errors: list[tuple[torch.Tensor, float]] = []
+        errors: list[tuple[torch.Tensor, Measures | None]] = []
+        num_counted = 0
         for position, (result, second, third) in enumerate(zip(low, high, same, strict=True)):
             if not (result.is_floating_point() or result.is_complex()):
                 differs = self._compare_discrete(seen, result, second)
-                errors += [(result, seen.accumulated_in)] if differs else []
+                errors += [(result, self._passed_on(seen))] if differs else []
                 continue
             wide = self.shadows.widened(second)
             again = wide if second is third else third
             again = None if again is None else self.shadows.widened(again)
             is_counted = is_measured and not (position and self.facts.saves)
-            error = 0.0
+            found = None
             if is_counted or self.shadows.is_low(result.dtype):
-                error = self._measure(seen, position, result, wide, again, is_counted)
-            errors.append((result, error))
+                found = self._measure(seen, position, result, wide, again, is_counted)
+                num_counted += found.numel if is_counted else 0
+            errors.append((result, found))
             if _is_in(result, self.written) or address_of(result) in inside:
                 continue
             if self.has_diverged or self.has_low or self.shadows.is_low(result.dtype):
                 fresh = not _is_in(second, high[:position]) and not _shares(second, self.tensors)
                 self.shadows.put(result, wide, is_fresh=fresh)
         if is_measured and self.event.stage == "forward" and self.facts.name in PRODUCTS:
-            seen.integers = self._rounded_integers()
-        is_recorded = is_measured and bool(seen.numel or seen.flips)
+            self._note_rounded_integers(seen)
+        is_recorded = is_measured and bool(num_counted or seen.flips)
         if is_recorded:
             self.twin.record(seen)
-        for result, error in errors:
+        for result, found in errors:
             entry = self.shadows.note(result)
-            entry.origin, entry.error = (seen.index if is_recorded else -1), error
+            entry.origin, entry.measures = (seen.index if is_recorded else -1), found
         return seen if is_recorded else None
 
-    def _rounded_integers(self) -> float:
-        """Returns the largest of integers that a low input has rounded; 0 if there are none."""
+    def _passed_on(self, seen: OpRecord) -> Measures:
+        """Returns measures with the error of the inputs."""
+        found = Measures(shadow_sq=1.0)
+
+        def fill(_: list[float]) -> None:
+            found.error_sq = seen.accumulated_in**2
+
+        self.twin.readings.add([], fill)
+        return found
+
+    def _note_rounded_integers(self, seen: OpRecord) -> None:
+        """Notes the largest of integers that a low input has rounded; 0 if there are none."""
         pairs = [(t, self.shadows.of(t)) for t in self.tensors if self.shadows.is_low(t.dtype)]
-        return max((rounded_integers(low, exact) for low, exact in pairs), default=0.0)
+        if not self.twin.readings.is_batched:  # few elements show that most inputs are no integers
+            seen.integers = max((rounded_integers(*pair) for pair in pairs), default=0.0)
+            return
+
+        def fill(read: list[float]) -> None:
+            seen.integers = max(read, default=0.0)
+
+        self.twin.readings.add([largest_rounded(*p) for p in pairs if p[0].numel()], fill)
 
     def _magnitude(self, shadow: Any) -> float:
         """Returns the size of a scalar; of a sum or mean, that without cancellation."""
@@ -316,12 +348,13 @@ class ShadowedCall:
         shadow: torch.Tensor,
         repeated: torch.Tensor | None,
         is_counted: bool,
-    ) -> float:
-        """Heals a result, adds its measures to the record, and returns its error."""
+    ) -> Measures:
+        """Heals a result, adds its measures to the record, and returns them."""
         is_low = self.shadows.is_low(result.dtype) or self.rounded_to is not None
         counts_zeros = is_low and torch.finfo(result.dtype).smallest_normal > 1e-30
+        readings = self.twin.readings
         found, eps = measure_float(
-            result, repeated if is_low else None, shadow, counts_zeros=counts_zeros
+            readings, result, repeated if is_low else None, shadow, counts_zeros=counts_zeros
         )
         if found.inherited and not _has_infinity(self.tensors):
             found.singular = found.inherited
@@ -329,13 +362,14 @@ class ShadowedCall:
             heal(result, repeated, shadow, is_singular=bool(found.singular))
             self.twin.num_healed += 1
         if not is_counted:
-            return found.accumulated
+            return found
         exact = (self.shadows.of(t) for t in self.tensors)
         seen.is_origin |= not found.is_finite and not _has_infinity([*exact])
-        seen.add(found)
+        readings.add([], lambda _: seen.add(found))
         if seen.stage == "backward" and counts_zeros and found.numel:
-            self.twin.exponents.append((exponents(shadow), found))
-        if eps is not None and seen.stage == "forward" and found.local_sq:
+            self.twin.samples.append((sample_of(shadow), found))
+        has_error = found.local_sq or readings.is_batched
+        if eps is not None and seen.stage == "forward" and has_error:
             eps = eps if found.is_finite else torch.where(eps.isfinite(), eps, 0)
             output_error = OutputError(seen, position, eps.to(torch.bfloat16))
             if _is_in(result, self.written):
@@ -344,7 +378,7 @@ class ShadowedCall:
                     geometry = result.size(), result.stride(), result.storage_offset()
                     output_error.geometry = geometry
             self._keep(output_error)
-        return found.accumulated
+        return found
 
     def _keep(self, output_error: OutputError) -> None:
         """Keeps an error until its gradient arrives."""
@@ -354,7 +388,8 @@ class ShadowedCall:
     def _new_record(self, result: torch.Tensor) -> OpRecord:
         entries = [self.shadows.entry(t) for t in self.tensors]
         known = [entry for entry in entries if entry is not None]
-        return OpRecord(
+        measures = [entry.measures for entry in known if entry.measures is not None]
+        made = OpRecord(
             **self.event.location._asdict(),
             index=len(self.twin.seen),
             stage=self.event.stage,
@@ -362,9 +397,14 @@ class ShadowedCall:
             dtype=dtype_name(self.rounded_to or result.dtype),
             recipe=self.recipe,
             shape=tuple(result.shape),
-            accumulated_in=max((entry.error for entry in known), default=0.0),
             inputs=tuple(dict.fromkeys(e.origin for e in known if e.origin >= 0)),
         )
+
+        def fill(_: list[float]) -> None:
+            made.accumulated_in = max((each.accumulated for each in measures), default=0.0)
+
+        self.twin.readings.add([], fill)
+        return made
 
 
 def _shapes(results: Any) -> list[torch.Size]:
@@ -392,13 +432,20 @@ class Twin(Sink):
         reference: The dtype of the shadow.
         modules: Patterns of modules; None for all. Other ops run in the program only, so that
             the reference of these modules begins with the inputs that they get there.
+        is_batched: True to read measures at the end; overflows are not healed then.
     """
 
-    def __init__(self, reference: torch.dtype, modules: tuple[str, ...] | None = None) -> None:
-        self.shadows = Shadows(reference)
+    def __init__(
+        self,
+        reference: torch.dtype,
+        modules: tuple[str, ...] | None = None,
+        *,
+        is_batched: bool = False,
+    ) -> None:
+        self.shadows, self.readings = Shadows(reference), Readings(is_batched=is_batched)
         self.seen: list[OpRecord] = []
-        self.exponents: list[tuple[torch.Tensor, Measures]] = []
-        """Binary exponents of samples of low gradients, and the measures of these gradients."""
+        self.samples: list[tuple[torch.Tensor, Measures]] = []
+        """Samples of low gradients in the reference, and the measures of these gradients."""
         self.not_examined: dict[tuple[str, str], str] = {}
         self.output_errors: dict[int, list[OutputError]] = {}
         """Errors by the number of the node of autograd whose gradients they meet."""

@@ -112,7 +112,7 @@ def compiled_call(frame: FrameType) -> tuple[Any, tuple[Any, ...], dict[str, Any
 def call_instead(
     compiled: Any, replace: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Lets a function of ``torch.compile`` call another function than its original one.
+    """Replaces the function that a function of ``torch.compile`` calls.
 
     Relies on the variable ``fn`` of the function that ``torch.compile`` returns, which no program
     sees.
