@@ -36,83 +36,77 @@ NUMERICS = ("default", "strict_pointwise", "strict_reduction", "strict", "eager"
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of ``torch.compile(..., backend="amp_fx", options={...})``.
-
-    Attributes:
-        dtype: Low-precision dtype outside of a ``torch.autocast`` region, as a dtype or a name
-            (``"bfloat16"``, ``"bf16"``, ``"half"``). The default is the policy's dtype, else
-            ``default_dtype`` of the device.
-        policy: A ``Policy``, the name of a preset, or the path of a policy file (``*.toml``). A
-            file is read each time a graph is compiled.
-        compiler: ``"inductor"``, ``"aot_eager"`` or ``"eager"``; or a backend of Dynamo, such as
-            that of a new device: a function ``compiler(gm, example_inputs)`` that returns a
-            callable. It gets each rewritten graph, with its casts, and differentiates it like any
-            graph of Dynamo; casts of weights are not cached.
-        output_dtype: ``"original"``: outputs have the dtypes of the uncompiled program.
-            ``"autocast"``: outputs have the dtypes that autocast leaves, except values that the
-            program reads after a graph break. Inside a region, both are the same.
-        weight_cache: True caches values computed from weights across calls. ``"training"`` also
-            caches values of weights that get gradients, which is faster with several micro-batches
-            per update.
-        verify: How much each call compares cached values with the weights. ``"sample"``: one
-            element of each weight on the CPU. ``"full"`` (or True): everything; a difference raises
-            ``StaleWeightError``. ``"off"`` (or False): nothing. ``amp_fx.weight_cache`` reports
-            what was found.
-        freezing: True makes cached values constants of the generated code in graphs without
-            gradients, packed for its kernels and refreshed after writes. None does so on the CPU,
-            and wherever inductor's own ``freezing`` is on. On accelerators, constants cannot be
-            used together with inductor's CUDA graphs.
-        fold_batch_norm: Whether batch norms are folded into packed convolutions. None folds them on
-            the CPU, in bfloat16, where the result is more accurate than without folding. True folds
-            them in float16 and on GPUs as well, by inductor's own pass, which is less accurate.
-        weight_grads: ``"float32"``: on CUDA, products that compute gradients of weights return
-            float32, the dtype in which the hardware sums; this is more exact than autocast and
-            moves fewer bytes. ``"autocast"``: they round to the low-precision dtype first. None:
-            ``"float32"`` for policies with low-precision residual sums, such as the preset
-            ``"lean"``.
-        numerics: Rounding in generated code. ``"eager"``: every value has the bits of eager
-            autocast where torch can compute them (``amp_fx.backend.numerics``). Ops with other
-            roundings in generated code run in ATen's kernels, products are not widened to float32
-            (``amp_fx.passes.widen_products``), and ``range_guard`` is off.
-            ``"strict"``, ``"strict_pointwise"``, ``"strict_reduction"``: inductor's own modes,
-            since torch 2.15; casts that amp_fx caches or moves change no bit. None: inductor's
-            current setting.
-        range_guard: True looks for constants that the low-precision dtype cannot represent
-            (``amp_fx.graphs.range_guard``). False computes eager autocast's numbers everywhere.
-        narrow_gathers: True casts a tensor before it is gathered if every reader of the gathered
-            tensor makes this cast (``amp_fx.passes.narrow_gathers``).
-        bare_region: True enters a region for a graph that is captured outside of an enabled
-            autocast region. ``amp_fx.compile`` enters its own region and turns this off.
-        fallback: True runs a graph under native autocast if it cannot be rewritten, and op by op
-            if it or its backward cannot be compiled. False raises instead.
-        passes: Your own passes (``amp_fx.passes.base.Pass``), which run after ``fold_casts``.
-            ``amp_fx.register_pass`` adds a pass to every graph.
-        disable_passes: Names of passes to skip, to find the one at fault. The environment variable
-            ``AMP_FX_DISABLE_PASSES`` adds names, separated by commas. Passes that results depend
-            on cannot be disabled.
-        mode: A mode of inductor. ``torch.compile`` takes either ``mode=`` or ``options=``; next to
-            other options, pass the mode here.
-        inductor: All other options, passed to inductor.
-    """
+    """Options of ``torch.compile(..., backend="amp_fx", options={...})``."""
 
     dtype: torch.dtype | None = None
+    """Low-precision dtype outside of a ``torch.autocast`` region, as a dtype or a name
+    (``"bfloat16"``, ``"bf16"``, ``"half"``). The default is the policy's dtype, else
+    ``default_dtype`` of the device."""
     policy: Policy = dataclasses.field(default_factory=lambda: preset("torch"))
+    """A ``Policy``, the name of a preset, or the path of a policy file (``*.toml``). A file is
+    read each time a graph is compiled."""
     compiler: str | Callable[..., Any] = "inductor"
+    """``"inductor"``, ``"aot_eager"`` or ``"eager"``; or a backend of Dynamo, such as that of a
+    new device: a function ``compiler(gm, example_inputs)`` that returns a callable. It gets
+    each rewritten graph, with its casts, and differentiates it like any graph of Dynamo; casts
+    of weights are not cached."""
     output_dtype: str = "original"
+    """``"original"``: outputs have the dtypes of the uncompiled program. ``"autocast"``:
+    outputs have the dtypes that autocast leaves, except values that the program reads after a
+    graph break. Inside a region, both are the same."""
     weight_cache: bool | str = True
+    """True caches values computed from weights across calls. ``"training"`` also caches values
+    of weights that get gradients, which is faster with several micro-batches per update."""
     verify: str = "sample"
+    """How much each call compares cached values with the weights. ``"sample"``: one element of
+    each weight on the CPU. ``"full"`` (or True): everything; a difference raises
+    ``StaleWeightError``. ``"off"`` (or False): nothing. ``amp_fx.weight_cache`` reports what
+    was found."""
     freezing: bool | None = None
+    """True makes cached values constants of the generated code in graphs without gradients,
+    packed for its kernels and refreshed after writes. None does so on the CPU, and wherever
+    inductor's own ``freezing`` is on. On accelerators, constants cannot be used together with
+    inductor's CUDA graphs."""
     fold_batch_norm: bool | None = None
+    """Whether batch norms are folded into packed convolutions. None folds them on the CPU, in
+    bfloat16, where the result is more accurate than without folding. True folds them in float16
+    and on GPUs as well, by inductor's own pass, which is less accurate."""
     weight_grads: str | None = None
+    """``"float32"``: on CUDA, products that compute gradients of weights return float32, the
+    dtype in which the hardware sums; this is more exact than autocast and moves fewer bytes.
+    ``"autocast"``: they round to the low-precision dtype first. None: ``"float32"`` for
+    policies with low-precision residual sums, such as the preset ``"lean"``."""
     numerics: str | None = None
+    """Rounding in generated code. ``"eager"``: every value has the bits of eager autocast where
+    torch can compute them (``amp_fx.backend.numerics``). Ops with other roundings in generated
+    code run in ATen's kernels, products are not widened to float32
+    (``amp_fx.passes.widen_products``), and ``range_guard`` is off. ``"strict"``,
+    ``"strict_pointwise"``, ``"strict_reduction"``: inductor's own modes, since torch 2.15;
+    casts that amp_fx caches or moves change no bit. None: inductor's current setting."""
     range_guard: bool = True
+    """True looks for constants that the low-precision dtype cannot represent
+    (``amp_fx.graphs.range_guard``). False computes eager autocast's numbers everywhere."""
     narrow_gathers: bool = True
+    """True casts a tensor before it is gathered if every reader of the gathered tensor makes
+    this cast (``amp_fx.passes.narrow_gathers``)."""
     bare_region: bool = True
+    """True enters a region for a graph that is captured outside of an enabled autocast region.
+    ``amp_fx.compile`` enters its own region and turns this off."""
     fallback: bool = True
+    """True runs a graph under native autocast if it cannot be rewritten, and op by op if it or
+    its backward cannot be compiled. False raises instead."""
     passes: tuple[Pass, ...] = ()
+    """Your own passes (``amp_fx.passes.base.Pass``), which run after ``fold_casts``.
+    ``amp_fx.register_pass`` adds a pass to every graph."""
     disable_passes: tuple[str, ...] = ()
+    """Names of passes to skip, to find the one at fault. The environment variable
+    ``AMP_FX_DISABLE_PASSES`` adds names, separated by commas. Passes that results depend on
+    cannot be disabled."""
     mode: str | None = None
+    """A mode of inductor. ``torch.compile`` takes either ``mode=`` or ``options=``; next to
+    other options, pass the mode here."""
     inductor: tuple[tuple[str, Any], ...] = ()
+    """All other options, passed to inductor."""
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None, mode: str | None = None) -> Options:

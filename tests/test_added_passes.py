@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import runpy
 from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,6 +24,7 @@ from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.wrap_opaque_nodes import WrapOpaqueNodes
 from tests import needs
 from tests.programs import capture_program, compiled, site
+from tests.snippets import ROOT, fenced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -347,3 +349,9 @@ def test_a_pass_cannot_change_what_goes_in_and_out(
     torch._dynamo.reset()
     with pytest.raises(Exception, match="pass 'edit' failed"):
         compiled(program, passes=[Edit()], fallback=False)(x)
+
+
+def test_the_pass_of_the_documentation(tmp_path: Path) -> None:
+    [code] = fenced(ROOT / "docs" / "guide" / "write-a-pass.md", "python")
+    (tmp_path / "write_a_pass.py").write_text(code, encoding="utf-8")
+    runpy.run_path(str(tmp_path / "write_a_pass.py"))
