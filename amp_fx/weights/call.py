@@ -162,7 +162,7 @@ class CachedCall:
             self._verify(args)
         if self.devices:
             return self._enter_on_accelerator(args, self.devices)
-        return self._cache.enter(args)  # type: ignore[no-any-return]
+        return self._cache.enter(args)
 
     def _enter_on_accelerator(
         self, args: Args, devices: tuple[torch.device, ...]
@@ -181,7 +181,7 @@ class CachedCall:
         except BaseException:
             self.leave()
             raise
-        return call  # type: ignore[no-any-return]
+        return call
 
     def _hold(self, values: Sequence[Any]) -> None:
         """Prevents reuse of the values' memory until the current streams have read it."""

@@ -22,7 +22,7 @@ from amp_fx.weights.call import CachedCall, verify_level
 from amp_fx.weights.store import STORE
 from amp_fx.weights.streams import accelerator_devices
 from amp_fx.weights.swaps import before_swaps
-from amp_fx.weights.watch import engine, watch
+from amp_fx.weights.watch import engine, is_available, watch
 from amp_fx.weights.write_signals import DEVICES, is_watchable
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Keep:
         self._refs: list[Callable[[], torch.Tensor | None]] = []
         self._refer_to(weights)
         self._call: CachedCall | None = None
-        if engine() is not None:
+        if is_available():
             level = verify_level(verify)
             self._call = CachedCall([self._spec], (), owner=self._spec.name, verify=level)
         _watch_swaps()
@@ -275,7 +275,7 @@ def _check_weight(weight: Any) -> None:
 
 def _why_remade(weights: Weights) -> str:
     for weight in weights:
-        if engine() is None:
+        if not is_available():
             return "the extension that watches weights could not be built: run python -m amp_fx env"
         if weight.device.type not in DEVICES:
             return f"writes to weights on {weight.device.type} cannot be detected"

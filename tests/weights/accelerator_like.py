@@ -84,9 +84,9 @@ class _WithoutHostSamples:
     def __getattr__(self, name: str) -> Any:
         return getattr(engine(), name)
 
-    def GraphCache(self, *args: Any) -> Any:  # noqa: N802
+    def GraphCache(self, sources: Any, passed: Any, num_constants: int, _: bool) -> Any:  # noqa: N802
         """Returns a ``GraphCache`` that does not sample."""
-        return engine().GraphCache(*args[:-1], False)
+        return engine().GraphCache(sources, passed, num_constants, False)
 
 
 @contextlib.contextmanager
