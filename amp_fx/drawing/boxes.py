@@ -123,30 +123,28 @@ def picture_of(record: GraphRecord, *, before: bool = False) -> Picture:
             continue
         casts: set[str] = set()
         cached: set[str] = set()
-        num_weight_casts = 0
         for name in node.inputs:
             source, passed = _source_of(name, nodes)
             casts |= {cast.name for cast in passed if cast.kind == "cast"}
             cached |= {cast.name for cast in passed if cast.kind != "cast"}
             if source in picture.boxes:
                 cast = _short(nodes[source]) if passed else ""
-                edge = Edge(source, node.name, _label(nodes[name].outputs), cast)
-                picture.edges.append(edge)
-            else:
-                num_weight_casts += any(cast.kind == "cast" for cast in passed)
+                picture.edges.append(Edge(source, node.name, _label(nodes[name].outputs), cast))
         box = _box(node)
-        lines = [f"{num_weight_casts} weight cast{'s' if num_weight_casts > 1 else ''}"]
         picture.boxes[node.name] = dataclasses.replace(
             box,
-            lines=(
-                *box.lines,
-                *(lines if num_weight_casts else ()),
-                *([f"{len(cached)} cached"] if cached else ()),
-            ),
+            lines=(*box.lines, *(count_lines(len(casts), len(cached)) if box.ops else ())),
             casts=frozenset(casts),
             cached=frozenset(cached),
         )
     return picture
+
+
+def count_lines(num_casts: int, num_cached: int) -> list[str]:
+    """Returns the lines of a box on its casts and on its cached casts."""
+    lines = {f"{num_casts} cast{'s' if num_casts > 1 else ''}": num_casts}
+    lines[f"{num_cached} cached"] = num_cached
+    return [line for line, number in lines.items() if number]
 
 
 def _is_passed_through(node: NodeRecord, nodes: dict[str, NodeRecord]) -> bool:

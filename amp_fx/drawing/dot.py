@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import graphviz  # type: ignore[import-untyped]
 
-from amp_fx.drawing.folding import is_inside, levels
+from amp_fx.drawing.folding import first_path, is_inside, levels
 from amp_fx.reports import COLORS, OTHER_COLOR
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from amp_fx.drawing.boxes import Box, Edge, Picture
 
@@ -104,18 +104,16 @@ class _Writer:
                 self._draw_stream(dot, source, targets, label, cast)
 
     def _draw_box(self, dot: graphviz.Digraph, name: str, box: Box) -> None:
-        style = dict(STYLES[box.kind])
         colors = [COLORS.get(dtype, OTHER_COLOR) for dtype in box.dtypes]
         shares = Counter(color for color in colors if color != OTHER_COLOR) or Counter(colors)
-        if box.kind != "outside":
-            style["fillcolor"] = _fill(shares)
-        if len(shares) > 1:
-            style["style"] = "striped"
+        [(fill, _), *others] = shares.most_common() or [("#ffffff", 0)]
         path = ".".join(filter(None, (box.module, box.title)))
-        title = f"<B>{html.escape(box.title)}{self._times(path)}</B>"
-        label = "<BR/>".join([title, *map(_line, box.lines)])
+        title = f"<B>{html.escape(_shortened(box.title))}{self._times(path)}</B>"
+        rows = [title, *map(_line, box.lines)]
+        label = _rows(rows, _bar(shares) if others else "")
         tooltip = graphviz.escape(box.tooltip).replace("\n", r"\n")
-        dot.node(self.names[name], label=f"<{label}>", tooltip=tooltip, **style)
+        style = {**STYLES[box.kind], "fillcolor": "#ffffff" if others else fill}
+        dot.node(self.names[name], label=label, tooltip=tooltip, **style)
 
     def _times(self, path: str) -> str:
         count = self.page.counts.get(path)
@@ -123,9 +121,11 @@ class _Writer:
 
     def _draw_title(self, frame: graphviz.Digraph, child: str, path: str) -> None:
         """Draws the title of a frame as a node, because arrows would cover the label of a frame."""
-        kind = html.escape(self.page.types.get(child, ""))
-        name = html.escape(child[len(path) + 1 if path else 0 :] + self._times(child))
-        text = f"<B>{name}</B>  <I>{kind}</I>" if kind else f"<B>{name}</B>"
+        kind = html.escape(_shortened(self.page.types.get(first_path(child), "")))
+        name = html.escape(_shortened(child[len(path) + 1 if path else 0 :]) + self._times(child))
+        text = f"<B>{name}</B>"
+        if kind:  # below the name, because frames are as wide as their titles
+            text += f'<BR/><I><FONT POINT-SIZE="10">{kind}</FONT></I>'
         style = {"shape": "plain", "fontcolor": "#444444", "tooltip": graphviz.escape(child)}
         frame.node(f"title-{self.prefix}{child}", label=f"<{text}>", **style)
         is_folded = child in self.page.counts
@@ -143,8 +143,9 @@ class _Writer:
             text = f"<B>{cast} → </B>{html.escape(label)}" if cast else html.escape(label)
             color = CAST if cast else "#555555"
             dot.node(name, label=f"<{text}>", shape="plain", fontsize="9", fontcolor=color)
-            dot.edge(tail, name, arrowhead="none", **style)
-            tail = name
+            # Lines end above and begin below the text, so that none crosses it.
+            dot.edge(tail, name, arrowhead="none", headport="n", **style)
+            tail, style = name, {**style, "tailport": "s"}
         for target in targets:
             dot.edge(tail, self.names[target], **style)
 
@@ -159,14 +160,31 @@ def _common(modules: list[str]) -> str:
 
 def _line(line: str) -> str:
     color = CACHED if line.endswith(" cached") else CAST if "cast" in line else "#111111"
-    return f'<FONT POINT-SIZE="9" COLOR="{color}">{html.escape(line)}</FONT>'
+    return f'<FONT POINT-SIZE="9" COLOR="{color}">{html.escape(_shortened(line))}</FONT>'
 
 
-def _fill(shares: Counter[str]) -> str:
-    """Returns the color of the dtype, or stripes in proportion to the dtypes."""
-    parts = [f"{color};{n / shares.total():.3f}" for color, n in shares.most_common()]
-    # The last stripe fills the rest, so that rounded numbers need not add up to one.
-    return ":".join([*parts[:-1], *(part.partition(";")[0] for part in parts[-1:])]) or "#ffffff"
+def _shortened(text: str) -> str:
+    """Returns a name that does not widen its box; tooltips have the whole."""
+    return text if len(text) <= 26 or " " in text else f"{text[:14]}…{text[-11:]}"
+
+
+def _rows(rows: Iterable[str], bar: str = "") -> str:
+    """Returns the label of a box with one row per text, and a bar below."""
+    cells = "".join(f"<TR><TD>{row}</TD></TR>" for row in rows)
+    return f"<<TABLE {_TIGHT}>{cells}{bar}</TABLE>>"
+
+
+def _bar(shares: Counter[str]) -> str:
+    """Returns a row with a bar of colors in proportion to the dtypes of a box."""
+    cells = "".join(
+        f'<TD BGCOLOR="{color}" WIDTH="{90 * n / shares.total():.0f}" HEIGHT="6"></TD>'
+        for color, n in shares.most_common()
+    )
+    bar = f'<TABLE FIXEDSIZE="TRUE" WIDTH="90" HEIGHT="6" {_TIGHT}><TR>{cells}</TR></TABLE>'
+    return f'<TR><TD CELLPADDING="2">{bar}</TD></TR>'
+
+
+_TIGHT = 'BORDER="0" CELLSPACING="0" CELLPADDING="0"'
 
 
 def _head(pictures: Mapping[str, Picture], page: Page) -> str:
@@ -174,18 +192,19 @@ def _head(pictures: Mapping[str, Picture], page: Page) -> str:
     boxes = [box for picture in pictures.values() for box in picture.boxes.values()]
     edges: list[Edge] = [edge for picture in pictures.values() for edge in picture.edges]
     dtypes = {dtype for box in boxes for dtype in box.dtypes}
-    cells = [
+    swatches = [
         _swatch(color, f"runs in {dtype}") for dtype, color in COLORS.items() if dtype in dtypes
     ]
-    cells += [_swatch(OTHER_COLOR, "other dtypes")] if dtypes.difference(COLORS) else []
+    swatches += [_swatch(OTHER_COLOR, "other dtypes")] if dtypes.difference(COLORS) else []
+    marks = []
     if any(edge.cast for edge in edges) or any(box.casts for box in boxes):
-        cells.append(_cell(CAST, "→ cast, in every call"))
+        marks.append(_cell(CAST, "→ cast, in every call"))
     if any(box.cached for box in boxes):
-        cells.append(_cell(CACHED, "cached: cast of a weight, once per update"))
+        marks.append(_cell(CACHED, "cached: cast of a weight, once per update"))
     if any(box.kind == "opaque" for box in boxes):
-        cells.append(_cell(INK, "octagon: opaque, under native autocast"))
+        marks.append(_cell(INK, "octagon: opaque, under native autocast"))
     title = f'<TR><TD ALIGN="LEFT"><B>{html.escape(page.title)}</B></TD></TR>'
-    rows = [cells[i : i + 3] for i in range(0, len(cells), 3)] if page.has_legend else []
+    rows = filter(None, (swatches, marks)) if page.has_legend else ()
     table = '<TABLE BORDER="0" CELLSPACING="3" CELLPADDING="2"><TR>{}</TR></TABLE>'
     lines = [f'<TR><TD ALIGN="LEFT">{table.format("".join(row))}</TD></TR>' for row in rows]
     return f'<<TABLE BORDER="0" CELLSPACING="0">{title}{"".join(lines)}</TABLE>>'

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from torch.export import ExportedProgram
 
 from amp_fx.drawing.boxes import picture_of
 from amp_fx.drawing.dot import Page, to_dot
-from amp_fx.drawing.folding import close_modules, fold_repeats, is_inside, unknown_focus, zoom
+from amp_fx.drawing.folding import close_modules, fold_repeats, unknown_focus, zoom
 from amp_fx.drawing.page import page_of
 from amp_fx.errors import OptionError
 from amp_fx.explanation.entry import explain_program
@@ -121,9 +120,6 @@ class Drawing:
         if not shutil.which("dot"):
             return {"text/plain": f"{self!r}\n{INSTALL_DOT}"}
         return {"image/svg+xml": self.svg, "text/plain": repr(self)}
-
-    def _repr_svg_(self) -> str | None:
-        return self.svg if shutil.which("dot") else None
 
     def __repr__(self) -> str:
         """Returns a summary in one line."""
@@ -253,13 +249,6 @@ def _pictures(
     for title, picture in shown.items():
         folded, repeats = fold_repeats(picture)
         counts |= repeats
-        for path in repeats:
-            first = re.sub(r"(?<![^.])(\d+)[-,][\d,-]+", r"\1", path)
-            types |= {
-                path + module[len(first) :]: kind
-                for module, kind in list(types.items())
-                if is_inside(module, first)
-            }
         pictures[title] = close_modules(folded, types, repeats, view.focus or "", view.depth)
     return pictures, types, counts
 

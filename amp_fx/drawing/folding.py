@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import itertools
+import math
 import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from amp_fx.drawing.boxes import Box, Picture
+from amp_fx.drawing.boxes import Box, Picture, count_lines
 from amp_fx.errors import OptionError
 from amp_fx.explanation.table import number_ranges
 from amp_fx.regions.names import join_path
@@ -21,7 +24,7 @@ from amp_fx.reports import SHORT
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-MOST_BOXES = 24
+MOST_BOXES = 20
 """Maximum number of boxes of a picture whose depth the caller does not choose."""
 
 _LEVEL = re.compile(r"[^.\d][^.]*(?:\.\d[\d,-]*(?![^.]))?|\d[\d,-]*|[^.]+")
@@ -92,25 +95,18 @@ def _members(boxes: Mapping[str, Box], path: str) -> list[str]:
 
 def _first_run(boxes: Mapping[str, Box]) -> list[str]:
     """Returns the outermost run of equal modules with consecutive numbers; empty without one."""
-    paths: set[str] = set()
-    for box in boxes.values():
-        parts = box.module.split(".")
-        paths |= {".".join(parts[: i + 1]) for i, part in enumerate(parts) if part.isdecimal()}
-    key = {path: (path.count("."), path.rpartition(".")[0], _number(path)) for path in paths}
-    run: list[str] = []
-    for path in sorted(paths, key=key.__getitem__):
-        is_next = run and key[path] == (*key[run[-1]][:2], _number(run[-1]) + 1)
-        if is_next and _signature(boxes, path) == _signature(boxes, run[-1]):
-            run.append(path)
-        elif len(run) > 1:
-            return run
-        else:
-            run = [path]
-    return run if len(run) > 1 else []
-
-
-def _number(path: str) -> int:
-    return int(path.rpartition(".")[2])
+    modules = {tuple(box.module.split(".")) for box in boxes.values()}
+    paths = {module[:i] for module in modules for i in range(1, len(module) + 1)}
+    numbered = sorted(
+        (len(path), path[:-1], int(path[-1]), path) for path in paths if path[-1].isdecimal()
+    )
+    keys = {}
+    for index, (_, parent, number, names) in enumerate(numbered):
+        path = ".".join(names)
+        # In a run of consecutive numbers, the number grows with the index.
+        keys[path] = parent, number - index, _signature(boxes, path)
+    runs = ([*run] for _, run in itertools.groupby(keys, key=keys.__getitem__))
+    return next((run for run in runs if len(run) > 1), [])
 
 
 def _signature(boxes: Mapping[str, Box], path: str) -> list[object]:
@@ -134,72 +130,49 @@ def close_modules(
         root: The module that is shown.
         depth: Number of levels of modules that are shown; None for as many as are readable.
     """
+    start = len(levels(root))
     if depth is not None:
-        return _closed(picture, types, counts, root, depth)
-    deepest = max((len(levels(box.module)) for box in picture.boxes.values()), default=0) + 1
-    tried = [_closed(picture, types, counts, root, depth) for depth in range(1, deepest + 1)]
+        return _closed(picture, types, counts, start + depth)
+    deepest = max((len(levels(box.module)) for box in picture.boxes.values()), default=0)
+    tried = [_closed(picture, types, counts, start + n) for n in range(1, deepest + 2)]
     readable = [closed for closed in tried if len(closed.boxes) <= MOST_BOXES]
     return readable[-1] if readable else tried[0]
 
 
 def _closed(
-    picture: Picture, types: Mapping[str, str], counts: Mapping[str, int], root: str, depth: int
+    picture: Picture, types: Mapping[str, str], counts: Mapping[str, int], num_levels: int
 ) -> Picture:
-    num_levels = len(levels(root)) + depth
-    calls = _calls(picture, num_levels)
-    groups: dict[tuple[str, int], list[str]] = {}
-    for name, call in calls.items():
-        groups.setdefault(call, []).append(name)
-    owner: dict[str, str] = {}
-    boxes: dict[str, Box] = {}
-    for (path, number), names in groups.items():
-        members = [picture.boxes[name] for name in names]
-        is_closed = number >= 0 or len(members) > 1
-        group = f"{path}#{number}" if is_closed else names[0]
-        boxes[group] = _sum_of(path, members, types, counts) if is_closed else members[0]
-        owner |= dict.fromkeys(names, group)
+    """Closes the modules at a level, and modules with one op at any level.
+
+    A call ends where an op of another module follows. Ops on integers and booleans between closed
+    modules are one box.
+    """
+    parts = {name: levels(box.module) for name, box in picture.boxes.items()}
+    outer = {".".join(path[:i]) for path in parts.values() for i in range(len(path))}
+    paths = {n: ".".join(parts[n][:num_levels]) for n, box in picture.boxes.items() if box.ops}
+    owner = {name: name for name in picture.boxes}
+    for path, names in itertools.groupby(paths, key=paths.__getitem__):
+        run = [*names]
+        is_leaf = len(run) == 1 and path and path not in outer
+        if is_leaf or len(levels(path)) == num_levels:
+            owner |= dict.fromkeys(run, f"{path}#{run[0]}")
+        else:
+            indices = join_path(path, "indices#")
+            owner |= {n: indices for n in run if FLOATS.isdisjoint(picture.boxes[n].dtypes)}
+    groups: dict[str, list[Box]] = {}
+    for name, box in picture.boxes.items():
+        groups.setdefault(owner[name], []).append(box)
+    boxes = {}
+    for group, members in groups.items():
+        path, mark, name = group.partition("#")
+        is_one = not mark or (not name and len(members) == 1)
+        boxes[group] = members[0] if is_one else _sum_of(path, members, types, counts)
     edges = [
         edge._replace(source=owner[edge.source], target=owner[edge.target])
         for edge in picture.edges
         if owner[edge.source] != owner[edge.target]
     ]
     return Picture(boxes, list(dict.fromkeys(edges)))
-
-
-def _calls(picture: Picture, num_levels: int) -> dict[str, tuple[str, int]]:
-    """Returns, for each box, its closed module and the number of that module's call.
-
-    A call ends where an op of another module follows. Modules with one op are closed at every
-    depth. Ops outside of closed modules have the number -1, and a path of their own. Those on
-    integers and booleans in one module have one path, if any module is closed.
-    """
-    outer = {
-        ".".join(parts[:i])
-        for parts in (levels(box.module) for box in picture.boxes.values())
-        for i in range(len(parts))
-    }
-    names = [*picture.boxes]
-    modules = [picture.boxes[name].module for name in names]
-    calls: dict[str, tuple[str, int]] = {}
-    num_calls = Counter[str]()
-    last = ""
-    for i, name in enumerate(names):
-        box, parts = picture.boxes[name], levels(modules[i])
-        is_neighbor = box.module in (*modules[i - 1 : i], *modules[i + 1 : i + 2])
-        is_leaf = len(parts) <= num_levels and box.module not in outer and not is_neighbor
-        path = ""
-        if box.kind in ("op", "opaque"):
-            path = ".".join(parts[:num_levels]) if is_leaf or len(parts) >= num_levels else ""
-            if (path or num_levels == 0) and (is_leaf or path != last):
-                num_calls[path] += 1
-        last = path
-        if path or (num_levels == 0 and box.kind in ("op", "opaque")):
-            calls[name] = path, num_calls[path]
-        elif box.kind == "op" and not FLOATS.intersection(box.dtypes):
-            calls[name] = f"{box.module}.indices".lstrip("."), -1
-        else:
-            calls[name] = name, -1
-    return calls
 
 
 FLOATS = frozenset(("bfloat16", "float16", "float32", "float64"))
@@ -209,43 +182,42 @@ def _sum_of(
     path: str, members: list[Box], types: Mapping[str, str], counts: Mapping[str, int]
 ) -> Box:
     """Returns one box for several. Its text counts one of several equal modules."""
-    total = members[0]
-    for box in members[1:]:
-        total = _sum(total, box)
-    times = times_of(path, counts)
+    total = functools.reduce(_sum, members)
+    times = math.prod(n for folded, n in counts.items() if is_inside(path, folded))
     num_ops, num_casts, num_cached = (
         len(names) // times for names in (total.ops, total.casts, total.cached)
     )
-    shares = Counter(SHORT.get(dtype, dtype) for dtype in total.dtypes)
+    is_mixed = not FLOATS.isdisjoint(total.dtypes)
+    shares = Counter(
+        "other" if is_mixed and dtype not in FLOATS else SHORT.get(dtype, dtype)
+        for dtype in total.dtypes
+    )
     dtypes = ", ".join(
-        f"{count // times} {dtype}" if num_ops > 1 else dtype
+        f"{count // times} {dtype}" if len(shares) > 1 else dtype
         for dtype, count in shares.most_common()
     )
     what = f"{num_ops} ops:" if num_ops > 1 else members[0].title
-    parts = levels(path)
     names = Counter(box.title for box in members)
     listed = ", ".join(f"{name} x{count}" if count > 1 else name for name, count in names.items())
+    parent, last = levels(path)[:-1], levels(path)[-1:]
+    lines = (
+        types.get(first_path(path), ""),
+        f"{what} {dtypes}",
+        *count_lines(num_casts, num_cached),
+    )
     return dataclasses.replace(
         total,
         kind="module",
-        title=parts[-1] if parts else "model",
-        module=".".join(parts[:-1]),
-        lines=(
-            *filter(None, [types.get(path, "")]),
-            f"{what} {dtypes}",
-            *([f"{num_casts} cast{'s' if num_casts > 1 else ''}"] if num_casts else []),
-            *([f"{num_cached} cached"] if num_cached else []),
-        ),
+        title="".join(last) or "model",
+        module=".".join(parent),
+        lines=tuple(filter(None, lines)),
         tooltip=f"{path}\n{listed}",
     )
 
 
-def times_of(path: str, counts: Mapping[str, int]) -> int:
-    """Returns the number of modules that a folded path represents."""
-    times = 1
-    for folded, count in counts.items():
-        times *= count if is_inside(path, folded) else 1
-    return times
+def first_path(path: str) -> str:
+    """Returns the path of the first module that a folded path represents."""
+    return re.sub(r"(?<![^.])(\d+)[-,][\d,-]+", r"\1", path)
 
 
 def zoom(picture: Picture, focus: str) -> Picture | None:
@@ -268,10 +240,9 @@ def zoom(picture: Picture, focus: str) -> Picture | None:
 def unknown_focus(pictures: Iterable[Picture], focus: str) -> OptionError:
     """Returns the error for a module without boxes, with suggestions."""
     modules = {box.module for picture in pictures for box in picture.boxes.values() if box.module}
-    parts = [module.split(".") for module in modules]
-    paths = {".".join(names[: i + 1]) for names in parts for i in range(len(names))}
+    paths = {".".join(m.split(".")[: i + 1]) for m in modules for i in range(m.count(".") + 1)}
     similar = difflib.get_close_matches(focus, sorted(paths), n=4, cutoff=0.4)
-    suggestions = similar or sorted(paths, key=lambda path: (path.count("."), path))[:8]
     label = "similar names" if similar else "modules"
-    hint = f"{label}: {', '.join(suggestions)}" if suggestions else "no modules"
+    names = similar or sorted(paths, key=lambda path: (path.count("."), path))[:8]
+    hint = f"{label}: {', '.join(names)}" if names else "no modules"
     return OptionError(f"focus={focus!r} is not a module with ops in the graph; {hint}")

@@ -17,7 +17,7 @@ from amp_fx.drawing.boxes import MOVES
 from amp_fx.drawing.folding import MOST_BOXES, levels
 from amp_fx.errors import OptionError
 from amp_fx.explanation.table import bare_op
-from amp_fx.reports import SHORT
+from amp_fx.reports import COLORS, SHORT
 from tests import needs
 from tests.models.explained import CASES, gpt
 
@@ -240,6 +240,36 @@ def test_layers_that_differ_do_not_fold() -> None:
     assert "1-2  x 2" in source
     assert "x 3" not in source
     assert "x 4" not in source
+
+
+class AVeryLongNameOfAModuleThatNoBoxShouldBeAsWideAs(Head):
+    pass
+
+
+@needs_dot
+def test_long_names_do_not_widen_boxes() -> None:
+    long = nn.Sequential(AVeryLongNameOfAModuleThatNoBoxShouldBeAsWideAs(), nn.Linear(8, 8))
+    short = nn.Sequential(Head(), nn.Linear(8, 8))
+    explanations = [amp_fx.explain(model)(torch.randn(2, 8)) for model in (long, short)]
+    for depth in (1, EVERY_OP):
+        drawn = [amp_fx.draw(e, depth=depth, legend=False) for e in explanations]
+        [width, usual] = [float(layout_of(d)["bb"].split(",")[2]) for d in drawn]
+        assert width < usual + 90
+        assert "AVeryLongNameO…" in drawn[0].source
+
+
+def test_dtypes_of_a_mixed_module_are_a_bar_without_text(explained: dict[str, Explanation]) -> None:
+    drawing = amp_fx.draw(explained["gpt"], depth=0)
+    [box] = [box for box in boxes(drawing) if box.kind == "module"]
+    assert {"bfloat16", "float32"} <= {*box.dtypes}
+    cells = re.findall(r'<TD BGCOLOR="(#\w+)" WIDTH="(\d+)" HEIGHT="6"></TD>', drawing.source)
+    colors = {COLORS[dtype]: box.dtypes.count(dtype) for dtype in ("bfloat16", "float32")}
+    total = sum(colors.values())
+    assert {color: int(width) for color, width in cells} == {
+        color: pytest.approx(90 * count / total, abs=1) for color, count in colors.items()
+    }
+    uniform = amp_fx.draw(explained["unet"], depth=1).source
+    assert 'HEIGHT="6"' not in uniform
 
 
 def test_colours_edges_and_tooltips(explained: dict[str, Explanation]) -> None:
