@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch.fx.experimental import proxy_tensor
 from torch.fx.node import map_aggregate, map_arg
 
 from amp_fx.errors import PolicyError, UnsupportedError
@@ -48,11 +47,11 @@ from amp_fx.policies.float32_products import can_give_float32, run_with_float32_
 from amp_fx.regions.autocast_kernels import has_autocast_kernel
 from amp_fx.regions.module_stack import NO_FRAME, module_stack
 from amp_fx.regions.registered_ops import report_mixture
-from amp_fx.replaced import replaced
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.tables.kernels import FLOAT32, LOW, opaque_result
 from amp_fx.torch_private.fake_tensors import FakeTensor
 from amp_fx.torch_private.ops import DispatchKey, OpOverload, has_kernel_for
+from amp_fx.torch_private.patches import without_metadata_guards
 from amp_fx.torch_private.tracing import MakefxTracer
 
 if TYPE_CHECKING:
@@ -183,7 +182,7 @@ class Decomposer:
 
         with (
             analysis(self.fake_mode, is_grad_enabled=site.is_grad_enabled),
-            _suppress_metadata_guards(self.fake_mode),
+            without_metadata_guards(self.fake_mode),
         ):
             graph = trace_pre_dispatch(call, values, table)
         if not table.num_changed:
@@ -193,28 +192,6 @@ class Decomposer:
         if any(n.op == "get_attr" for n in graph.nodes):
             raise NotPlainError(f"a trace of {node.target} would contain a constant tensor")
         return Decomposition(graph, tuple(table.decisions))
-
-
-def _suppress_metadata_guards(
-    fake_mode: FakeTensorMode | None,
-) -> contextlib.AbstractContextManager[None]:
-    """Context in which traces do not guard on the memory format of results.
-
-    Dynamo cannot check such guards on the ragged size of a nested tensor that the graph creates,
-    and the memory format in the metadata is not used.
-
-    Relies on ``torch.fx.experimental.proxy_tensor._extract_tensor_metadata``.
-    """
-    env = None if fake_mode is None else fake_mode.shape_env
-    if env is None:
-        return contextlib.nullcontext()
-    extract = proxy_tensor._extract_tensor_metadata  # type: ignore[attr-defined]
-
-    def extract_without_guards(*args: Any, **kwargs: Any) -> Any:
-        with env.suppress_guards():
-            return extract(*args, **kwargs)
-
-    return replaced((proxy_tensor, "_extract_tensor_metadata", extract_without_guards))
 
 
 def _with_hints(value: Any) -> Any:

@@ -1,12 +1,19 @@
 """All patches of torch: context managers that amp_fx's compilations enter, and three for good.
 
-Each says which bug or which missing interface it works around, and the torch version from which it
-is needless, as far as it is known. ``replaced`` restores what a context replaced; while it is
-active, all threads see the replacement. Nothing is patched on import.
+Each says which bug or which missing interface it works around. ``replaced`` restores what a context
+replaced; while it is active, all threads see the replacement. Nothing is patched on import.
 
 Three patches stay for the process, because torch runs the patched code outside of any compilation
 of amp_fx (``docs/limits.md``): ``skip_calls_under_transforms``, ``wrap_checkpoints`` and
 ``wrap_swaps``.
+
+From these versions of torch on, patches are needless:
+
+- 2.15: in ``repaired_inductor``, ``recompute_size_and_body`` (pytorch#185873) and
+  ``record_original_output_strides``
+- not yet, and a bug: ``get_storage`` in ``repaired_inductor``, ``packing_products_of_vectors``,
+  ``skip_calls_under_transforms`` (pytorch#128711)
+- not yet, and a missing hook or setting: all others
 """
 
 from __future__ import annotations
@@ -17,6 +24,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.fx.experimental import proxy_tensor
 
 from amp_fx.replaced import replaced
 
@@ -25,6 +33,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch import fx
+
+    from amp_fx.torch_private.fake_tensors import FakeTensorMode
 
     Function = Callable[..., Any]
 
@@ -38,8 +48,8 @@ def repaired_inductor() -> Iterator[None]:
     Its CPU scheduler computes wrong gradients (pytorch#185509). When the scheduler recomputes a
     loop body, it drops the new name of a buffer that a scatter mutates. A kernel that reads the sum
     may then run before the scatter. Casts around the backward of interpolation or max pooling
-    trigger the bug. The repair is that of pytorch#185873, which torch 2.13 lacks; on a torch that
-    has it, the repair changes nothing.
+    trigger the bug. The repair is that of pytorch#185873. Needless from torch 2.15, where it
+    changes nothing.
 
     After a pass, inductor updates the values of the nodes that depend on a changed node, and
     compares their storages. Sparse tensors have none, so the backward of
@@ -48,8 +58,8 @@ def repaired_inductor() -> Iterator[None]:
 
     Before it generates code, inductor computes the values of all nodes again, and gives outputs the
     strides of the new values. They differ if a pass changed the layout of a convolution's weight.
-    Here, strides that were recorded before stay (``passes.record_output_strides``), as in torch
-    2.15.
+    Here, strides that were recorded before stay (``passes.record_output_strides``). Needless from
+    torch 2.15, which does the same.
 
     Relies on ``SchedulerNode.recompute_size_and_body`` and ``mutation_renames``, on
     ``torch._inductor.fx_utils.get_storage``, and on
@@ -284,6 +294,26 @@ def chosen_templates_in(mode: AbstractContextManager[Any]) -> AbstractContextMan
             return output_node(choice)
 
     return replaced((Choice, "output_node", recorded))
+
+
+def without_metadata_guards(fake_mode: FakeTensorMode | None) -> AbstractContextManager[None]:
+    """Context in which traces do not guard on the memory format of results.
+
+    Dynamo cannot check such guards on the ragged size of a nested tensor that the graph creates,
+    and the memory format in the metadata is not used (torch 2.15).
+
+    Relies on ``torch.fx.experimental.proxy_tensor._extract_tensor_metadata``.
+    """
+    env = None if fake_mode is None else fake_mode.shape_env
+    if env is None:
+        return contextlib.nullcontext()
+    extract = proxy_tensor._extract_tensor_metadata  # type: ignore[attr-defined]
+
+    def extract_without_guards(*args: Any, **kwargs: Any) -> Any:
+        with env.suppress_guards():
+            return extract(*args, **kwargs)
+
+    return replaced((proxy_tensor, "_extract_tensor_metadata", extract_without_guards))
 
 
 def skip_calls_under_transforms(is_skipped: Callable[[Any], bool]) -> None:

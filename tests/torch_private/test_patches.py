@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn import functional
 
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
-from amp_fx.torch_private.patches import repaired_inductor
+from amp_fx.torch_private.patches import repaired_inductor, without_metadata_guards
 
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")
 
@@ -48,3 +51,20 @@ def test_sparse_gradients_can_be_compiled() -> None:
     assert weight.grad is not None
     assert weight.grad.is_sparse
     assert weight.grad.to_dense()[:, :2].tolist() == [[0, 0], [2, 2], [1, 1], [0, 0]]
+
+
+def test_metadata_of_traced_tensors_adds_no_guards(monkeypatch: pytest.MonkeyPatch) -> None:
+    mode, suppressed = FakeTensorMode(shape_env=ShapeEnv()), []
+
+    def extract(_: torch.Tensor) -> None:
+        assert mode.shape_env is not None
+        suppressed.append(bool(mode.shape_env._suppress_guards_tls()))
+
+    monkeypatch.setattr(proxy_tensor, "_extract_tensor_metadata", extract)
+    gm = proxy_tensor.make_fx(lambda x: x * 2, tracing_mode="fake")
+    gm(torch.ones(2))
+    with without_metadata_guards(mode):
+        gm(torch.ones(2))
+    half = len(suppressed) // 2
+    assert half > 0
+    assert suppressed == [False] * half + [True] * half
