@@ -16,12 +16,14 @@ import amp_fx
 from amp_fx import stats, weight_cache
 from amp_fx.backend import added_passes
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
+from amp_fx.backend.pipeline import AOT_PASSES, aot_passes, packing_passes
 from amp_fx.errors import OptionError, PassError
 from amp_fx.options import DISABLE_ENVIRONMENT, Options
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.wrap_opaque_nodes import WrapOpaqueNodes
+from amp_fx.weights.pack import Constants
 from tests import needs
 from tests.programs import capture_program, compiled, site
 from tests.snippets import ROOT, fenced
@@ -191,6 +193,34 @@ def test_an_error_of_a_pass_names_it_and_what_ran_before(after: str, before: str
     expected = f"pass 'aten_sin_to_cos' failed after .*{before}: ZeroDivisionError: why"
     with pytest.raises((PassError, BackendCompilerFailed), match=expected):
         compiled(program, compiler="aot_eager", fallback=False)(X)
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_a_pass_takes_the_place_of_one_that_does_not_run(is_packed: bool) -> None:
+    """Also if passes before it run a second time later."""
+    packing = packing_passes(
+        Constants({}), {}, (), Options(), is_strict=False, is_channels_last=True
+    )
+    passes = aot_passes(
+        Options(),
+        None,
+        stage="inference",
+        num_returned=1,
+        is_inductor=True,
+        is_strict=False,
+        moving=(),
+        packing=packing if is_packed else (),
+    )
+    order = [kind.name for kind in AOT_PASSES]
+    for name in order:
+        handle = amp_fx.register_pass(AtenSinToCos(), after=name)
+        others = [each for each in passes if each.name != name]
+        run = [each.name for each in added_passes.with_added(others, (), (), is_aot=True)]
+        handle.remove()
+        ranks = [order.index(each) for each in run if each != "aten_sin_to_cos"]
+        place = run.index("aten_sin_to_cos")
+        assert all(rank < order.index(name) for rank in ranks[:place])
+        assert all(rank > order.index(name) or rank in ranks[:place] for rank in ranks[place:])
 
 
 @needs.HOOK

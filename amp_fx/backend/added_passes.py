@@ -135,7 +135,9 @@ def _position(passes: Sequence[Pass], after: str) -> int:
         return names.index(after) + 1
     ranks = {name: rank for rank, name in enumerate(BUILT_IN)}
     rank = ranks.get(after, ranks[DEFAULT_AFTER])
-    return max((i + 1 for i, name in enumerate(names) if ranks.get(name, rank) < rank), default=0)
+    # Not after the last pass that runs earlier, because some passes run a second time near the end.
+    later = (i for i, name in enumerate(names) if ranks.get(name, rank) > rank)
+    return next(later, len(names))
 
 
 def passes_of_users(options: Options) -> list[Pass]:
