@@ -41,6 +41,11 @@ def why_off() -> str:
     return "" if has_gil else "this Python runs without the GIL"
 
 
+def is_built() -> bool:
+    """Returns True if ``load`` returns the module without waiting for a compiler."""
+    return not why_off() and build.find(NAME, SOURCE) is not None
+
+
 def start() -> None:
     """Starts building ``watch.cpp`` in the background, unless it is on disk.
 

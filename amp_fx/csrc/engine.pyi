@@ -81,6 +81,8 @@ class Engine(Protocol):
         """Returns each slot's value if nothing else reads its memory, else None."""
     def watch(self, tensor: Tensor, /) -> bool:
         """Watches a tensor's storage; returns False if that is impossible."""
+    def is_foreign(self, tensor: Tensor, /) -> bool:
+        """Returns True if torch did not allocate the memory."""
     def unwatch(self, tensor: Tensor, /) -> None:
         """Stops watching a tensor's storage."""
     def watched(self, tensor: Tensor, /) -> bool:

@@ -945,6 +945,13 @@ bool watch(PyObject*, PyObject* object) {
   return is_own(*storage) && watch_again(storage, *record_in(object));
 }
 
+// Unlike !watch, false for a lazy clone, whose memory becomes torch's own when it is written.
+bool is_foreign(PyObject*, PyObject* object) {
+  StorageImpl* storage = storage_in(object);
+  return !is_own(*storage) &&
+      !c10::impl::cow::is_cow_data_ptr(storage->_mutable_data_ptr_no_checks());
+}
+
 void unwatch(PyObject*, PyObject* object) {
   if (is_hooked(storage_in(object))) {
     remove_hook(storage_in(object));
@@ -1148,6 +1155,7 @@ PyMethodDef functions[] = {
     {"finish", method<finish>, METH_VARARGS, "Stores computed values."},
     {"reusable", method<reusable>, METH_O, "Values that can be overwritten."},
     {"watch", method<watch>, METH_O, "Watches a tensor's storage; False if that is impossible."},
+    {"is_foreign", method<is_foreign>, METH_O, "True if torch did not allocate the memory."},
     {"unwatch", method<unwatch>, METH_O, "Stops watching a tensor's storage."},
     {"watched", method<watched>, METH_O, "True while the hook is set."},
     {"distrust", method<distrust>, METH_O, "Makes all values of a tensor permanently stale."},

@@ -14,7 +14,6 @@ from amp_fx.backend.compilers import plan_graphs
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.backend.disk_caches import without_autograd_cache
 from amp_fx.backend.lower import find_cached
-from amp_fx.csrc import build
 from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.reading import read_graph
 from amp_fx.explanation.records import CachedValueRecord
@@ -98,8 +97,7 @@ def read_captured(
 
 def can_watch() -> bool:
     """Returns True if ``watch.cpp`` is built or can be built; builds nothing."""
-    is_built = build.find("amp_fx_watch", csrc.SOURCE) is not None
-    return not csrc.why_off() and (is_built or has_cpp_compiler())
+    return not csrc.why_off() and (csrc.is_built() or has_cpp_compiler())
 
 
 def _plan(graph: CapturedGraph, caching: Caching) -> list[CachePlan]:

@@ -17,7 +17,7 @@ from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.torch_private.fake_tensors import FakeTensor
 from amp_fx.weights.kernel_reads import convolution_biases, read_whole
 from amp_fx.weights.spread import is_distributed, is_of_plain_module, part_of
-from amp_fx.weights.watch import engine, is_available
+from amp_fx.weights.watch import engine, foreign, is_available
 from amp_fx.weights.write_signals import DEVICES, is_watchable
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ STORED = "amp_fx.store_low stored it in the low dtype"
 WRITTEN = "the graph writes to its memory"
 SYMBOLIC = "its sizes are symbolic"
 UNWATCHED = "writes to it cannot be detected"
+FOREIGN = "its memory is shared, mapped or NumPy's, where writes cannot be detected"
 OTHER_INPUTS = "AOTAutograd changed the inputs of the graph"
 OTHER_LAYOUT = "AOTAutograd passes it in another layout"
 READ_BY_KERNEL = "a generated kernel reads all of it and casts it at no cost"
@@ -69,6 +70,11 @@ class Inputs:
             ),
             frozenset(i for i, x in tensors.items() if x.requires_grad),
         )
+
+    @property
+    def has_backward(self) -> bool:
+        """True if AOTAutograd differentiates the graph, which is compiled now."""
+        return torch.is_grad_enabled() and bool(self.trained)
 
     @property
     def device_types(self) -> set[str]:
@@ -155,6 +161,10 @@ class Candidates:
             in_kernels |= read_whole(on_accelerators)
         for i in [i for i in weights if placeholders[i] in in_kernels]:
             rejected[weights.pop(i).name] = READ_BY_KERNEL
+        # The store would refuse it in every call, and compute its values outside of generated code.
+        real = {i: w.tensor for i, w in weights.items() if is_watchable(w.tensor)}
+        for i in foreign(real):
+            rejected[weights.pop(i).name] = FOREIGN
         # A last check that the positions belong to the weights: a wrong position would be a wrong
         # number.
         pairs = [(VALUE.of(placeholders[i]), weight.tensor) for i, weight in weights.items()]

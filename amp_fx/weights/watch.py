@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, cast
 from amp_fx import csrc
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from amp_fx.csrc.engine import Engine
@@ -20,6 +22,17 @@ def engine() -> Engine:
 def is_available() -> bool:
     """Returns True if values can be cached, because the extension is built."""
     return csrc.load() is not None
+
+
+def foreign(weights: Mapping[int, torch.Tensor]) -> list[int]:
+    """Returns the positions of weights whose memory torch did not allocate.
+
+    Other libraries and processes write to it unseen. Builds nothing: without the extension, nothing
+    is cached anyway.
+    """
+    if not csrc.is_built() or not is_available():
+        return []
+    return [i for i, weight in weights.items() if engine().is_foreign(weight)]
 
 
 def watch(source: torch.Tensor) -> bool:

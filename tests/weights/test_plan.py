@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -94,6 +95,25 @@ def test_weights_of_one_storage_of_which_one_is_written() -> None:
     [graph] = amp_fx.explain(model)(x).graphs
     assert set(dict(graph.uncached).values()) == {"the graph writes to its memory"}
     assert not graph.cached_values
+
+
+@needs.FROZEN_GRAPHS
+@torch.no_grad()
+def test_weights_in_the_memory_of_others(caplog: pytest.LogCaptureFixture) -> None:
+    """Values of the other weights stay cached, and a write through NumPy is never missed."""
+    model, x = Model(lambda m, x: x @ m.w @ m.b), torch.randn(4, 8)
+    array = np.ones((8, 8), dtype=np.float32)
+    model.w = nn.Parameter(torch.from_numpy(array))
+    with caplog.at_level(logging.DEBUG, "amp_fx.caching"):
+        run = compiled(model, compiler="inductor", dtype="bfloat16")
+        run(x)
+    reason = "its memory is shared, mapped or NumPy's, where writes cannot be detected"
+    assert f"not cached: w: {reason}" in caplog.text
+    assert [value.weights for value in weight_cache.stats().values] == [("b",)]
+    array[:] = 2
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+    torch.testing.assert_close(run(x), expected.float(), rtol=0, atol=0)
 
 
 @torch.no_grad()
