@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from amp_fx.backend.compilers import compile_inner
 from amp_fx.backend.fallback import with_autocast_off
 from amp_fx.graphs.bodies import copy_graph_module
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
 
     from amp_fx.backend.lower import Caching
     from amp_fx.options import Options
+    from amp_fx.weights.inputs import Inputs
 
     Compiled = Callable[..., Any]
 
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
 
 def compile_with_backward(
     state: AutocastState,
+    inputs: Inputs,
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     options: Options,
@@ -51,16 +51,14 @@ def compile_with_backward(
 
     Args:
         state: The autocast state at the beginning of the graph.
+        inputs: The inputs of the captured graph.
         gm: The graph; it is edited.
         example_inputs: Its inputs.
         options: The options of the backend.
         caching: See ``compile_inner``.
     """
-    has_backward = torch.is_grad_enabled() and any(
-        isinstance(x, torch.Tensor) and x.requires_grad for x in example_inputs
-    )
     given = (example_inputs, options, caching)
-    if not has_backward or not state.enabled or not options.uses_aot_autograd:
+    if not inputs.has_backward or not state.enabled or not options.uses_aot_autograd:
         with no_autocast():
             return compile_inner(gm, *given)
     # See Note [Backward outside of the region].

@@ -94,7 +94,7 @@ def _handle_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
     try:
         compiled = _with_fallback(
             rewritten.gm,
-            functools.partial(compile_with_backward, rewritten.state),
+            functools.partial(compile_with_backward, rewritten.state, inputs),
             example_inputs,
             options,
             caching if is_cached else None,

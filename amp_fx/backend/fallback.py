@@ -169,6 +169,7 @@ def _is_ours(node: fx.Node) -> bool:
 
 def _node_in_traceback(error: BaseException) -> fx.Node | None:
     """Returns the innermost local variable ``node`` in the traceback of an error."""
+    # Neither passes nor inductor attach the node to their errors, but both name the variable so.
     innermost = None
     current: BaseException | None = error
     while current is not None:

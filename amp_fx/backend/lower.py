@@ -16,7 +16,6 @@ import logging
 import operator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from amp_fx.backend.added_passes import with_added
@@ -48,6 +47,7 @@ from amp_fx.weights.watch import engine, is_available
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    import torch
     from torch import fx
 
     from amp_fx.backend.rewrite import Rewritten
@@ -67,6 +67,7 @@ class Caching:
         options: The options of the backend.
         owner: Name under which ``stats`` counts the values.
         is_packable: Whether values may be constants of generated code.
+        has_backward: Whether the graph is differentiated.
         can_watch: Returns True if writes to weights can be detected. The first call on a machine
             waits for a C++ compiler.
     """
@@ -75,6 +76,7 @@ class Caching:
     options: Options
     owner: str
     is_packable: bool
+    has_backward: bool
     can_watch: Callable[[], bool] = is_available
 
     def is_on(self) -> bool:
@@ -82,8 +84,7 @@ class Caching:
         return bool(self._chosen()) and self.can_watch()
 
     def _chosen(self) -> dict[int, Weight]:
-        has_gradients = torch.is_grad_enabled() and bool(self.candidates.trained)
-        return self.candidates.chosen(is_inference=not has_gradients)
+        return self.candidates.chosen(is_inference=not self.has_backward)
 
     def why_off(self) -> CachePlan:
         """Returns an empty plan with the reasons why nothing is cached (``is_on`` is False)."""
@@ -191,6 +192,8 @@ def find_cached(
     if not is_allowed or not options.uses_aot_autograd:
         log.debug("nothing is cached: the option weight_cache, or autocast's cache, is off")
         return None
+    # Weights that ``store_low`` converted need no cast, and packed copies would take the memory
+    # that it saved. ``freezing=True`` asks for packed copies.
     candidates = find_candidates(
         inputs,
         rewritten.gm,
@@ -201,7 +204,7 @@ def find_cached(
     # Without autocast, the program asked for float32, whose packed kernels have other bits.
     is_packable = _has_autocast(rewritten.gm.graph) and may_pack(options, inputs)
     owner = owner_of(rewritten.gm, rewritten.root)
-    return Caching(candidates, options, owner, is_packable, can_watch)
+    return Caching(candidates, options, owner, is_packable, inputs.has_backward, can_watch)
 
 
 @dataclasses.dataclass(frozen=True)

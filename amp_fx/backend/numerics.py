@@ -100,6 +100,7 @@ def is_strict(options: Options) -> bool:
     """
     from amp_fx.torch_private.inductor_config import config
 
+    # The option of the backend wins over the setting of the process, as it does in inductor.
     if options.numerics is not None:
         return options.numerics != "default"
     passed = dict(options.inductor)

@@ -113,6 +113,7 @@ def rewrite(
         output_dtypes=_program_dtypes(gm, ambient) if restores_outputs else None,
     )
     passes = with_added(built_in, options.passes, options.disable_passes)
+    # Passes evaluate nodes, whose inputs the ambient region would cast a second time.
     with no_autocast():
         reports: list[PassReport] = []
         failure = None
@@ -258,6 +259,8 @@ def _run_passes(
     except PassError as error:
         if not isinstance(error.__cause__, RejectedTransformError):
             raise
+        # Such a transform raises under eager autocast too. Without casts inside of it, it runs, and
+        # the rest of the graph is still rewritten.
         warn_transforms(error.__cause__, captured.graph)
         return _run_passes(captured, tuple(map(_without_transforms, passes)))
 

@@ -132,6 +132,8 @@ class CacheEntry:
 
 def compute(spec: ValueSpec, weights: Weights) -> Any:
     """Computes a value from aliases of weights, so that reads do not count as writes."""
+    # A kernel that requests a pointer to the weight's own storage would count as a write, and mark
+    # the value as stale that it computes.
     if spec.is_alias:
         return read_only(weights[0])
     return spec.make(tuple(map(read_only, weights)))

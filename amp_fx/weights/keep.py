@@ -123,6 +123,8 @@ class Keep:
         if bound_and_values is None:
             with _outside_of_transforms():
                 bound_and_values = call.prepare(weights)
+        # The call may end before its caller reads the values: the store never reuses memory that
+        # Python still refers to, and ``bound_and_values`` does.
         call.leave()
         values = tuple(bound_and_values[1])
         return values if self._spec.is_tuple else values[0]

@@ -245,6 +245,7 @@ def values_read(
     """
     values: dict[fx.Node, None] = {}
     for node in copies:
+        # A result that only copies read is an intermediate result of the value that they compute.
         if all(user in copies for user in node.users):
             continue
         base = node if has_views else viewed_by(node)

@@ -48,6 +48,7 @@ class StreamOrder:
         current = torch.accelerator.current_stream(device).stream_id
         with self._lock:
             others = [at for stream, at in self._streams[device].items() if stream != current]
+        # A call notes the number of the last allocation before it, and may read that memory.
         return 1 + max(others, default=-1)
 
     def record(self, devices: Sequence[torch.device]) -> None:
