@@ -28,6 +28,8 @@ from amp_fx.passes.base import PassResult
 from amp_fx.weights.pack import specs_of, values_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import fx
 
     from amp_fx.weights.pack import Constants
@@ -47,40 +49,64 @@ class ConstantsToInputs:
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``constants_to_inputs``."""
-        graph, by_copy = gm.graph, self._plain_constants(gm)
-        specs = specs_of(self.constants.prepare, by_copy)
-        inputs = graph.find_nodes(op="placeholder")
-        num_inputs = len(inputs)
-        first = next(iter(graph.nodes))
-        tensors = {}
-        for copy in [output for spec in specs for output in spec.outputs]:
-            nodes = by_copy[copy]
-            tensors[copy] = getattr(gm, str(nodes[0].target))
-            with graph.inserting_before(first):
-                inputs.append(graph.placeholder(f"{nodes[0].name}_cached"))
-            inputs[-1].meta = dict(nodes[0].meta)
-            for node in nodes:
-                node.replace_all_uses_with(inputs[-1], lambda user: not _looks_up_constants(user))
-        if inputs and inputs[0] is not first:  # passes put other nodes before and between them
-            first.prepend(inputs[0])
-        for previous, node in itertools.pairwise(inputs):
-            previous.append(node)
-        self.constants.drop_unused(gm)
+        count = move_to_inputs(gm, self.constants, lambda user: not _looks_up_constants(user))
+        # What is still a constant here is one of the code.
         self.constants.check_addresses(gm)
-        self.constants.specs.extend(specs)
-        self.constants.values.extend(values_of(specs, tensors))
-        return PassResult(Counter(constants_to_inputs=len(inputs) - num_inputs))
+        return PassResult(Counter(constants_to_inputs=count))
 
-    def _plain_constants(self, gm: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
-        """Returns the constants to replace, by the nodes that compute them."""
-        constants: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
-        for node in gm.graph.find_nodes(op="get_attr"):
-            copy = self.constants.copies.get(str(node.target))
-            if copy is None or all(map(_looks_up_constants, node.users)):
-                continue
-            if getattr(gm, str(node.target)).layout is torch.strided:
-                constants[copy].append(node)
-        return constants
+
+def move_to_inputs(
+    gm: fx.GraphModule, constants: Constants, reads_input: Callable[[fx.Node], bool]
+) -> int:
+    """Makes some nodes read inputs of the graph, where they read constants.
+
+    Args:
+        gm: The graph.
+        constants: The constants; receives the descriptions and the values of the new inputs.
+        reads_input: Returns True for a node that shall read inputs.
+
+    Returns:
+        The number of new inputs.
+    """
+    graph, by_copy = gm.graph, _read_by(gm, constants, reads_input)
+    # What other nodes read as an input since an earlier call has one.
+    specs = specs_of(constants.prepare, [copy for copy in by_copy if copy not in constants.inputs])
+    inputs = graph.find_nodes(op="placeholder")
+    num_inputs = len(inputs)
+    first = next(iter(graph.nodes))
+    tensors = {}
+    for copy in [output for spec in specs for output in spec.outputs]:
+        node = by_copy[copy][0]
+        tensors[copy] = getattr(gm, str(node.target))
+        with graph.inserting_before(first):
+            constants.inputs[copy] = graph.placeholder(f"{node.name}_cached")
+        constants.inputs[copy].meta = dict(node.meta)
+        inputs.append(constants.inputs[copy])
+    for copy, nodes in by_copy.items():
+        for node in nodes:
+            node.replace_all_uses_with(constants.inputs[copy], reads_input)
+    if inputs and inputs[0] is not first:  # passes put other nodes before and between them
+        first.prepend(inputs[0])
+    for previous, node in itertools.pairwise(inputs):
+        previous.append(node)
+    constants.drop_unused(gm)
+    constants.specs.extend(specs)
+    constants.values.extend(values_of(specs, tensors))
+    return len(inputs) - num_inputs
+
+
+def _read_by(
+    gm: fx.GraphModule, constants: Constants, reads_input: Callable[[fx.Node], bool]
+) -> dict[fx.Node, list[fx.Node]]:
+    """Returns the constants that some nodes read, by the nodes that compute them."""
+    read: defaultdict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in gm.graph.find_nodes(op="get_attr"):
+        copy = constants.copies.get(str(node.target))
+        if copy is None or not any(map(reads_input, node.users)):
+            continue
+        if getattr(gm, str(node.target)).layout is torch.strided:
+            read[copy].append(node)
+    return read
 
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

@@ -46,7 +46,6 @@ class PackForKernels:
 
     Attributes:
         constants: The constants of the graph.
-        example_inputs: The inputs that are not constants.
         folds_batch_norm: Whether inductor folds batch norms into convolutions.
         chooses_kernels: Whether products may add up in another order than each of them does in
             oneDNN: products of one input as one product, and float32 products in oneDNN.
@@ -55,7 +54,6 @@ class PackForKernels:
     name: ClassVar[str] = "pack_for_kernels"
     is_needed: ClassVar[bool] = True
     constants: Constants = dataclasses.field(repr=False)
-    example_inputs: Sequence[Any] = dataclasses.field(repr=False)
     folds_batch_norm: bool
     chooses_kernels: bool
 
@@ -74,7 +72,7 @@ class PackForKernels:
             packing_products_of_vectors(),
         ):
             splits, sharing = set(_splits(gm.graph)), _outputs_sharing(gm)
-            freezing_passes(gm, list(self.example_inputs))
+            freezing_passes(gm, list(map(VALUE.of, gm.graph.find_nodes(op="placeholder"))))
             _copy_returned_parts(gm, [split for split in _splits(gm.graph) if split not in splits])
             _separate_outputs(gm, sharing)
         record_has_frozen_params(gm)

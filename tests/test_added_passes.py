@@ -198,9 +198,7 @@ def test_an_error_of_a_pass_names_it_and_what_ran_before(after: str, before: str
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_a_pass_takes_the_place_of_one_that_does_not_run(is_packed: bool) -> None:
     """Also if passes before it run a second time later."""
-    packing = packing_passes(
-        Constants({}), {}, (), Options(), is_strict=False, is_channels_last=True
-    )
+    packing = packing_passes(Constants({}), {}, Options(), is_strict=False, is_channels_last=True)
     passes = aot_passes(
         Options(),
         None,

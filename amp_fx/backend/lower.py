@@ -384,12 +384,7 @@ def pack_graph(
     is_channels_last = bool(GraphLowering.decide_layout_opt(gm, is_inference=True))
     constants = Constants({i: weight.name for i, weight in candidates.weights.items()}, run)
     steps = packing_passes(
-        constants,
-        weights,
-        graph.example_inputs,
-        options,
-        is_strict=is_strict(options),
-        is_channels_last=is_channels_last,
+        constants, weights, options, is_strict=is_strict(options), is_channels_last=is_channels_last
     )
     rewrite_graph(graph, options, candidates, steps)
     passed = tuple(i for i in range(len(placeholders)) if i not in weights)

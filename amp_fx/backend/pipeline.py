@@ -35,6 +35,7 @@ from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.keep_eager_kernels import KeepEagerKernels
 from amp_fx.passes.lay_out_constants import LayOutConstants
 from amp_fx.passes.lay_out_convolutions import LayOutConvolutions
+from amp_fx.passes.leave_small_products import LeaveSmallProducts
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.passes.merge_duplicates import MergeDuplicates
 from amp_fx.passes.narrow_gathers import NarrowGathers
@@ -62,8 +63,7 @@ from amp_fx.torch_private.tracing import trace_structured
 from amp_fx.weights.read_only import is_checking
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
-    from typing import Any
+    from collections.abc import Collection, Iterable, Mapping
 
     from amp_fx.graphs.records import AutocastSite
     from amp_fx.options import Options
@@ -110,6 +110,7 @@ AOT_PASSES: tuple[type[Pass], ...] = (
     FoldBatchNorms,
     FoldConstants,
     BlockFewRows,
+    LeaveSmallProducts,
     WidenProducts,
     LayOutConstants,
     PackForKernels,
@@ -247,7 +248,6 @@ def aot_passes(
 def packing_passes(
     constants: Constants,
     weights: Mapping[int, torch.Tensor],
-    example_inputs: Sequence[Any],
     options: Options,
     *,
     is_strict: bool,
@@ -258,39 +258,31 @@ def packing_passes(
     Args:
         constants: Records how constants are computed.
         weights: The weights by their positions among the inputs.
-        example_inputs: The inputs of the graph.
         options: The options of the backend.
         is_strict: Whether generated code must round where eager code rounds.
         is_channels_last: Whether inductor's convolutions are channels-last.
     """
     fold = FoldConstants(constants)
-    others = [x for i, x in enumerate(example_inputs) if i not in weights]
-    own: list[Pass] = []
-    if not is_strict:
-        own = [
-            # Before constants are folded: it scales weights in float32, before they are rounded.
-            *((FoldBatchNorms(),) if options.fold_batch_norm is not False else ()),
-            # The next pass reads rounded weights as constants.
-            fold,
-            # Before products are widened or packed: the template reads low weights, in blocks.
-            BlockFewRows(),
-            # Computes the blocks, before inductor's passes, which know no padding.
-            fold,
-            # Before products are packed: oneDNN has no fast kernels for what is widened.
-            WidenProducts(),
-        ]
+    folds_batch_norm = not is_strict and options.fold_batch_norm is not False
     return (
         WeightsToConstants(constants, weights),
         # Before folding, so that equal values are computed and packed once.
         MergeDuplicates(),
-        *own,
+        # Before constants are folded: it scales weights in float32, before they are rounded.
+        *((FoldBatchNorms(),) if folds_batch_norm else ()),
+        # The next passes read rounded weights as constants.
+        fold,
+        # Before products are widened or packed: the template reads low weights, in blocks. They are
+        # computed before inductor's passes, which know no padding.
+        *(() if is_strict else (BlockFewRows(), fold)),
+        # Before all constants are packed. After few rows have their kernel, which is faster still.
+        LeaveSmallProducts(constants),
+        # Before products are packed: oneDNN has no fast kernels for what is widened.
+        *(() if is_strict else (WidenProducts(),)),
         # Before packing, which computes the copies and packs them.
         *((LayOutConstants(),) if is_channels_last else ()),
         PackForKernels(
-            constants,
-            others,
-            folds_batch_norm=bool(options.fold_batch_norm),
-            chooses_kernels=not is_strict,
+            constants, folds_batch_norm=bool(options.fold_batch_norm), chooses_kernels=not is_strict
         ),
         # Whether a convolution takes a float32 bias is known once it is packed or was not.
         RoundBiases(),

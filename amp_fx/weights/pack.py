@@ -120,12 +120,15 @@ class Constants:
         run: Computes a node from the values of its inputs.
 
     Attributes:
-        values: The constants that are inputs now (``to_inputs``).
+        inputs: The inputs that replace constants, by the nodes that compute them.
+        specs: Their descriptions, in the order of the inputs.
+        values: Their values.
     """
 
     def __init__(self, names: Mapping[int, str], run: Run = run_node) -> None:
         self.prepare = Prepare(names)
         self.copies: dict[str, fx.Node] = {}
+        self.inputs: dict[fx.Node, fx.Node] = {}
         self.specs: list[CachedValueSpec] = []
         self.values: list[Any] = []
         self._run = run

@@ -58,7 +58,8 @@ def cell() -> nn.Module:
 
 
 PROGRAMS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, dict[str, Any]]] = {
-    "mlp": (mlp, torch.randn(4, 16), {}),
+    "mlp": (mlp, torch.randn(16, 16), {}),
+    "small products": (mlp, torch.randn(4, 16), {}),
     "convolution": (convolution, torch.randn(2, 3, 8, 8), {}),
     "convolution with its batch norm": (
         convolution,
@@ -163,7 +164,7 @@ def test_casts_are_kept_of_an_accelerator_that_is_not_there(
 def test_weights_stored_low_are_kept_only_where_that_was_asked_for(
     options: Mapping[str, Any],
 ) -> None:
-    model, x = mlp().eval(), torch.randn(4, 16)
+    model, x = mlp().eval(), torch.randn(16, 16)
     amp_fx.store_low(model, dtype="bfloat16")(x)
     compiled = amp_fx.compile(model, dtype=BFLOAT16, options=options)
     weight_cache.clear()

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from amp_fx import weight_cache
+from amp_fx.passes import leave_small_products
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,3 +20,9 @@ def _empty_cache() -> Iterator[None]:
     yield
     weight_cache.set_limit(None)
     weight_cache.clear()
+
+
+@pytest.fixture(autouse=True)
+def _small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models stand for large ones, whose products are packed."""
+    monkeypatch.setattr(leave_small_products, "MAX_MULTIPLICATIONS", 0)

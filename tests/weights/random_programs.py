@@ -152,6 +152,8 @@ class Program:
             options["weight_cache"] = "training"
         if self.choose.random() < 0.3:
             options["numerics"] = "eager"
+        if self.choose.random() < 0.5:  # small weights stand for large ones
+            options["disable_passes"] = ("leave_small_products",)
         self.log.append(f"{mode} {options}")
         return mode, torch.compile(self.net, backend="amp_fx", options=options, dynamic=False)
 

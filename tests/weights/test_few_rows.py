@@ -22,7 +22,7 @@ from tests.weights.keeping import FROZEN, Way, batch, check, make_line
 from tests.weights.test_template_constants import WRITES, held
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 pytestmark = [
     needs.FROZEN_GRAPHS,
@@ -252,14 +252,14 @@ def test_writes_are_seen(writes: list[tuple[str, int]]) -> None:
 
 
 @pytest.fixture
-def hits() -> Iterator[dict[str, int]]:
+def counted() -> Iterator[Mapping[str, Mapping[str, int]]]:
     counters.clear()
-    yield counters["inductor"]
+    yield counters  # inductor replaces its part when it first traces its patterns
     counters.clear()
 
 
 @torch.no_grad()
-def test_code_of_a_cache_on_disk_sees_writes(hits: dict[str, int]) -> None:
+def test_code_of_a_cache_on_disk_sees_writes(counted: Mapping[str, Mapping[str, int]]) -> None:
     """Loads code from the cache on disk after ``reset``, as a new process does."""
     for factor in (1.0, -3.0):
         torch._dynamo.reset()
@@ -268,7 +268,7 @@ def test_code_of_a_cache_on_disk_sees_writes(hits: dict[str, int]) -> None:
         FROZEN.call(program, batch())
         model.weight(1).mul_(factor)
         check(FROZEN, program, held(model), batch())
-    assert hits["fxgraph_cache_hit"] >= 1
+    assert counted["inductor"]["fxgraph_cache_hit"] >= 1
 
 
 @torch.no_grad()

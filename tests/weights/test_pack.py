@@ -49,7 +49,6 @@ def packed(
     passes = packing_passes(
         constants,
         {0: tensors[0]},
-        fakes,
         Options(),
         is_strict=False,
         is_channels_last="conv" in str(gm.graph),

@@ -1,0 +1,65 @@
+"""Leaves small products to ATen: their weights become inputs before weights are packed.
+
+Before:
+    graph(x):                                # 4 rows
+        %frozen = get_attr[_frozen_param0]   # 16 x 16
+        %y      = aten.mm(%x, %frozen)
+After:
+    graph(x, frozen_cached):
+        %y = aten.mm(%x, %frozen_cached)
+
+oneDNN takes 20 to 30 us to start a kernel, in which a processor multiplies a thousand times more
+than such a product does. ATen knows that, and computes it by a loop of its own; the freezing passes
+of inductor pack all weights that are constants. So products that ATen does not give to oneDNN stay
+what they are, and take the time and have the bits of code that is not packed.
+
+Left unchanged: larger products, and those of ``passes.block_few_rows``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from amp_fx.graphs.metadata import VALUE
+from amp_fx.graphs.sizes import num_elements
+from amp_fx.passes.base import PassResult
+from amp_fx.passes.constants_to_inputs import move_to_inputs
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from amp_fx.weights.pack import Constants
+
+MAX_MULTIPLICATIONS = 16**3
+"""ATen gives products of more multiplications to oneDNN (``mkldnn_gemm_min_size`` in ATen)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LeaveSmallProducts:
+    """Makes small products read inputs, which no pass packs.
+
+    Attributes:
+        constants: The constants; receives the descriptions and the values of the new inputs.
+    """
+
+    name: ClassVar[str] = "leave_small_products"
+    constants: Constants = dataclasses.field(repr=False)
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        """Counts ``small_products_inputs``."""
+        count = move_to_inputs(gm, self.constants, _is_small_product)
+        return PassResult(Counter(small_products_inputs=count))
+
+
+def _is_small_product(node: fx.Node) -> bool:
+    """Returns True for a product that ATen computes without oneDNN."""
+    if node.target not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        return False
+    weight: torch.Tensor = VALUE.of(node.all_input_nodes[-1])
+    # Rows that are symbolic count as in the call that is being compiled.
+    num_multiplications = num_elements(VALUE.of(node)) * weight.size(0)
+    return weight.device.type == "cpu" and num_multiplications <= MAX_MULTIPLICATIONS
