@@ -23,6 +23,7 @@ from amp_fx.observe.trial import Trial
 from amp_fx.options import Options
 from amp_fx.progress import working
 from amp_fx.second_call import takes_inputs_later
+from amp_fx.weights.spread import parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,7 +78,7 @@ def record(
                 outcome = _eagerly(trial, trace, with_own_casts(step, target, settings))
             else:
                 outcome = _compiled(trial, trace, step, settings, compiler)
-            for what, value in outcome.items():
+            for what, value in zip(outcome, parts_of([*outcome.values()]), strict=True):
                 if what.startswith(("output", "gradient")) and is_traced(value):
                     trace.add("result", NodeLocation(), what, value)
         if path is not None:

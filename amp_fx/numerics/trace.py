@@ -186,11 +186,6 @@ def traced_results(op: OpOverload, results: Sequence[Any]) -> Sequence[Any]:
 
 
 def is_traced(value: Any) -> bool:
-    """Returns True if a result goes into traces: a dense floating-point tensor with data.
-
-    Zeros of forward-mode differentiation have none (``torch._efficientzerotensor``).
-    """
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        return False
-    is_dense = value.layout is torch.strided and not value.is_nested and not value.is_meta
-    return is_dense and value.numel() > 0 and not value._is_zerotensor()
+    """Returns True if a result goes into traces: a dense floating-point tensor with data."""
+    is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return is_float and is_tracked(value) and value.numel() > 0

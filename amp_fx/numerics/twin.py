@@ -89,7 +89,8 @@ class ShadowedCall:
         if self.facts.is_empty or not self.tensors:
             return
         for result in self.event.results:
-            if not result.is_floating_point() or not result.numel():
+            is_float = result.is_floating_point() and is_tracked(result)
+            if not is_float or not result.numel():
                 continue
             readings = self.twin.readings
             readings.add([result.sum()], functools.partial(self._note_origin, result))

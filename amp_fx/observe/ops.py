@@ -133,7 +133,7 @@ def is_tracked(tensor: torch.Tensor) -> bool:
 
     Forward-mode gradients use zero tensors without a storage, and compute sizes on ``meta``.
     """
-    is_dense = tensor.layout is torch.strided and not tensor.is_quantized
+    is_dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
     has_numbers = not tensor._is_zerotensor() and not tensor.is_meta
     return is_dense and has_numbers and not is_wrapped(tensor)
 
@@ -148,12 +148,18 @@ def is_wrapped(tensor: torch.Tensor) -> bool:
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the only tensor inside of a subclass if it has the same sizes; else the tensor."""
     while is_wrapped(tensor):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        inner = getattr(tensor, names[0])
-        if len(names) != 1 or inner.shape != tensor.shape:
+        inner = inner_tensors(tensor)
+        if len(inner) != 1 or inner[0].shape != tensor.shape:
             break
-        tensor = inner
+        tensor = inner[0]
     return tensor
+
+
+def inner_tensors(tensor: Any) -> list[torch.Tensor]:
+    """Returns the tensors inside of a subclass without a storage; DTensors also list a mesh."""
+    names, _ = tensor.__tensor_flatten__()
+    values = (getattr(tensor, name) for name in names)
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def number_of(node: Any) -> int:

@@ -46,6 +46,11 @@ def _while_loop(
     return tuple(carried)
 
 
+def _checkpoint(body: Callable[..., Any], *args: Any, **_: Any) -> Any:
+    """Runs the body once: a checkpoint saves buffers, which batch norms in the body write."""
+    return body(*args)
+
+
 def _map(function: Callable[..., Any], rows: Any, others: Any, **_: Any) -> Any:
     from amp_fx.torch_private.higher_order import map_dense
 
@@ -82,6 +87,7 @@ EAGER_FORMS: dict[str, Callable[..., Any]] = {
     "map_impl": _map,
     "scan": _scan,
     "flex_attention": _flex_attention,
+    "tag_activation_checkpoint": _checkpoint,
 }
 
 

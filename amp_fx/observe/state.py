@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import UnsupportedError
 from amp_fx.explanation.running import leaf_tensors
-from amp_fx.observe.ops import below_everything, is_wrapped
+from amp_fx.observe.ops import below_everything, inner_tensors, is_wrapped
 from amp_fx.observe.storages import Marks, address_of
 from amp_fx.random_states import random_states
 from amp_fx.regions.variables import variables_of
@@ -103,6 +103,9 @@ class StateGuard:
     def save(self, written: Iterable[torch.Tensor]) -> None:
         """Copies the user's tensors before an op writes to them."""
         for tensor in written:
+            if is_wrapped(tensor):  # it has no memory itself
+                self.save(inner_tensors(tensor))
+                continue
             if tensor.layout is not torch.strided or self.is_allocated(tensor):
                 continue
             storage, address = tensor.untyped_storage(), address_of(tensor)
@@ -230,12 +233,15 @@ _HELD = (torch.optim.Optimizer, torch.amp.GradScaler, torch.optim.lr_scheduler.L
 def guard_of(step: Any, *others: Any) -> StateGuard:
     """Returns a guard for the modules, optimizers, scalers and schedulers of a step.
 
+    The latter are found among the variables of the step and the attributes of its modules.
+
     Args:
         step: The step.
         others: Other objects whose attributes are restored.
     """
     modules = [module for root in modules_of(step) for module in root.modules()]
-    held = [value for value in known_to(step) if isinstance(value, _HELD)]
+    attributes = [value for module in modules for value in vars(module).values()]
+    held = [value for value in (*known_to(step), *attributes) if isinstance(value, _HELD)]
     return StateGuard([*modules, *held, *others])
 
 
