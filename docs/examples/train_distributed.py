@@ -10,15 +10,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import amp_fx
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 OPTIONS = {"compiler": "aot_eager", "dtype": torch.bfloat16}
 
@@ -57,17 +63,29 @@ def wrapped(wrapper: str, model: nn.Sequential, *, compiles: bool) -> nn.Module:
             parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     if compiles:
         model.compile(backend="amp_fx", options=OPTIONS)
-    return nn.parallel.DistributedDataParallel(model) if wrapper == "ddp" else model
+    is_replicated = wrapper in ("ddp", "zero")
+    return nn.parallel.DistributedDataParallel(model) if is_replicated else model
 
 
-def train(args: argparse.Namespace, device: torch.device, *, compiles: bool) -> list[float]:
-    """The losses of this process."""
+def num_bytes(values: Iterable[torch.Tensor]) -> int:
+    """The bytes of tensors on this rank."""
+    local = [value.to_local() if isinstance(value, DTensor) else value for value in values]
+    return sum(value.nbytes for value in local)
+
+
+def train(
+    args: argparse.Namespace, device: torch.device, *, compiles: bool
+) -> tuple[list[float], str]:
+    """The losses of this process, and what it stores."""
     torch.manual_seed(0)
     torch.compiler.reset()
     blocks = [Block(args.width) for _ in range(3)]
     model = nn.Sequential(nn.Linear(16, args.width), *blocks, nn.Linear(args.width, 8)).to(device)
     model = wrapped(args.wrapper, model, compiles=compiles)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if args.wrapper == "zero":
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rank = 0 if args.wrapper == "tensor-parallel" else dist.get_rank()  # which share batches
     losses = []
     for step in range(args.steps):
@@ -79,13 +97,18 @@ def train(args: argparse.Namespace, device: torch.device, *, compiles: bool) -> 
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses
+    own = optimizer.optim if args.wrapper == "zero" else optimizer
+    states = [value for state in own.state.values() for value in state.values()]
+    kilobytes = [num_bytes(values) // 1000 for values in (model.parameters(), states)]
+    return losses, "{} kB of parameters, {} kB of optimizer states".format(*kilobytes)
 
 
 def main() -> None:
     """Trains twice."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--wrapper", choices=("ddp", "fsdp2", "tensor-parallel"), default="ddp")
+    parser.add_argument(
+        "--wrapper", choices=("ddp", "zero", "fsdp2", "tensor-parallel"), default="ddp"
+    )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--width", type=int, default=128)
     args = parser.parse_args()
@@ -97,9 +120,11 @@ def main() -> None:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    expected, losses = (train(args, device, compiles=compiles) for compiles in (False, True))
+    expected, _ = train(args, device, compiles=False)
+    losses, stored = train(args, device, compiles=True)
     if dist.get_rank() == 0:
         print(f"{args.wrapper}: last loss {losses[-1]:.6f}, eager autocast {expected[-1]:.6f}")
+        print(f"on rank 0: {stored}")
     dist.destroy_process_group()
     assert losses == expected, (losses, expected)
 

@@ -42,7 +42,7 @@ def test_a_rank_that_dies_is_an_error_of_the_others(tmp_path: Path) -> None:
         run_ranks("tests.distributed.dying_rank", tmp_path, 2)
 
 
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2", "tensor-parallel"])
+@pytest.mark.parametrize("wrapper", ["ddp", "zero", "fsdp2", "tensor-parallel"])
 def test_the_example_runs_as_shown(wrapper: str) -> None:
     """Runs the example, which fails if its losses differ from those of eager autocast."""
     page = (ROOT / "docs" / "recipes" / "distributed.md").read_text(encoding="utf-8")
