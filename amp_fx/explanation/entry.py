@@ -232,25 +232,27 @@ def _explain(
             f"{_name(model)} has no graph: Dynamo captured no tensor op ({reasons})"
         )
     device = stand_in.device_type if stand_in.imagined else None
-    records = read_captured(
-        capture.graphs,
-        dataclasses.replace(options, compiler="inductor"),
-        device,
-        wants_backward=request.backward,
-    )
-    explanation = Explanation(
-        model=_name(model),
-        policy=label(request.policy),
-        dtype=_dtype_of(capture, stand_in, request),
-        device_type=stand_in.device_type,
-        is_imagined=stand_in.imagined,
-        graphs=tuple(records),
-        other_breaks=tuple(map(first_lines, capture.other_breaks)),
-        is_whole=capture.is_whole,
-        shared=shared_weights(stand_in.program, capture.outputs),
-        shows_all=request.shows_all,
-    )
-    capture.graphs.clear()
+    try:
+        records = read_captured(
+            capture.graphs,
+            dataclasses.replace(options, compiler="inductor"),
+            device,
+            wants_backward=request.backward,
+        )
+        explanation = Explanation(
+            model=_name(model),
+            policy=label(request.policy),
+            dtype=_dtype_of(capture, stand_in, request),
+            device_type=stand_in.device_type,
+            is_imagined=stand_in.imagined,
+            graphs=tuple(records),
+            other_breaks=tuple(map(first_lines, capture.other_breaks)),
+            is_whole=capture.is_whole,
+            shared=shared_weights(stand_in.program, capture.outputs),
+            shows_all=request.shows_all,
+        )
+    finally:
+        capture.graphs.clear()
     if device is None and stand_in.device_type == "cpu":
         explanation = dataclasses.replace(explanation, products=_products(explanation, options))
     return explanation

@@ -91,7 +91,8 @@ def graph_parts(graph: GraphRecord, num_graphs: int, *, shows_all: bool) -> list
     autocast = ", ".join(graph.autocast) or "no autocast"
     number = f"graph {graph.index}, " if num_graphs > 1 else ""
     title = Text(f"{number}{autocast}", style="bold")
-    casts = {node.name: _casts_before(node, graph) for node in graph.nodes}
+    kinds = {node.name: node.kind for node in graph.nodes}
+    casts = {node.name: _casts_among(kinds.get(n) for n in node.inputs) for node in graph.nodes}
     ops = [node for node in graph.nodes if node.kind in ("op", "opaque")]
     shown = [n for n in ops if shows_all or not n.is_view or n.decisions or casts[n.name]]
     parts: list[RenderableType] = [Text(""), title, _ops_table(shown, casts)]
@@ -123,12 +124,11 @@ def _ops_table(nodes: Iterable[NodeRecord], casts: Mapping[str, str]) -> Table:
     return table
 
 
-def _casts_before(node: NodeRecord, graph: GraphRecord) -> str:
-    kinds = Counter(other.kind for other in graph.nodes if other.name in node.inputs)
-    parts = [str(kinds["cast"])] if kinds["cast"] else []
-    if kinds["cached_cast"]:
-        parts.append(f"{kinds['cached_cast']} cached")
-    return "+".join(parts)
+def _casts_among(kinds: Iterable[str | None]) -> str:
+    """Returns the numbers of casts among inputs, such as ``1+2 cached``."""
+    counts = Counter(kinds)
+    texts = {"cast": "{}", "cached_cast": "{} cached"}
+    return "+".join(text.format(counts[kind]) for kind, text in texts.items() if counts[kind])
 
 
 def _reasons_table(nodes: Iterable[NodeRecord]) -> Table:
