@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._inductor import config as inductor_config
 
+import amp_fx
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 FLOAT32, NATIVE, AMP_FX, LIMIT, LEAN = "float32", "native", "amp_fx", "limit", "amp_fx-lean"
 NATIVE_FROZEN, LIMIT_FROZEN = "native-freezing", "limit-freezing"
+AMP_FX_REGION, AMP_FX_COMPILE = "amp_fx-region", "amp_fx-compile"
 ZENTORCH, OPENVINO = "zentorch", "openvino"
 SEED = 0
 LEARNING_RATE = 1e-5
@@ -58,6 +61,7 @@ class Workload:
         micro_batches: Number of backward passes per update of the weights; 0 for inference.
         has_low_inputs: True if floating-point inputs are results of an earlier low-precision call,
             such as a key-value cache. They are then stored in the low dtype.
+        compares_calls: True if other ways to call amp_fx take part.
     """
 
     name: str
@@ -65,6 +69,7 @@ class Workload:
     inputs: tuple[torch.Tensor, ...]
     micro_batches: int = 0
     has_low_inputs: bool = False
+    compares_calls: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +85,7 @@ class Contender:
         is_stored_low: True if weights and inputs are stored in the low dtype.
         is_frozen: True if inductor treats weights as constants (inference only).
         options: Options of the backend.
-        only: ``"inference"`` or ``"training"`` if it takes part in that alone.
+        only: ``"inference"``, ``"training"`` or ``"calls"`` if it takes part in that alone.
         package: The package that runs it, in a separate process, because importing the package
             affects other contenders; None for torch and amp_fx.
     """
@@ -112,6 +117,8 @@ CONTENDERS = (
     _frozen("native-autotune", "native with freezing and max_autotune", options=_TUNED),
     _native("native-strict", "native that rounds as eager code does", options=_STRICT),
     _ours(AMP_FX, 'torch.compile(backend="amp_fx")'),
+    _ours(AMP_FX_REGION, "amp_fx under torch.autocast", is_autocast=True, only="calls"),
+    _ours(AMP_FX_COMPILE, "amp_fx.compile(model)", only="calls"),
     _ours("amp_fx-autotune", "amp_fx with max_autotune", options=_TUNED, only="inference"),
     _ours("amp_fx-cached", "casts cached in training", options=_CACHED, only="training"),
     _ours("amp_fx-uncached", "amp_fx with weight_cache off", options=(("weight_cache", False),)),
@@ -133,6 +140,8 @@ def contenders_of(workload: Workload, settings: Settings) -> list[Contender]:
     inference alone require inductor or a package.
     """
     excluded = {"inference" if workload.micro_batches else "training"}
+    if not workload.compares_calls:
+        excluded.add("calls")
     if settings.compiler != "inductor":
         excluded.add("inference")
     return [
@@ -218,6 +227,8 @@ def compiled(
         return model
     if contender.package is not None:
         importlib.import_module(contender.package)
+    if contender.name == AMP_FX_COMPILE:
+        return amp_fx.compile(model, dtype=settings.dtype, options={"compiler": settings.compiler})
     options = dict(contender.options)
     if contender.backend == AMP_FX:
         options = {"dtype": settings.dtype, "compiler": settings.compiler, **options}

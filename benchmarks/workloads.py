@@ -167,10 +167,33 @@ def vit() -> Iterator[Workload]:
     yield Workload("training, 6 layers of 192, 4 images of 64", build, inputs, 1)
 
 
-def overhead() -> Iterator[Workload]:
-    """Inference with 300 small weights, whose time is the overhead of a call."""
-    yield Workload("Linear(8) x150", _builder(_linear, 8, 150), (torch.randn(1, 8),))
+TINY = ((8, 4), (16, 16), (32, 4), (32, 64), (48, 16), (64, 1), (64, 16), (96, 128))
+"""Widths and rows: on both sides of the sizes from which ATen calls oneDNN."""
+
+
+def tiny() -> Iterator[Workload]:
+    """Inference of 12 layers that are so small that starting a kernel is most of the time."""
+    for width, rows in (
+        (8, 4),
+        (16, 16),
+        (32, 4),
+        (32, 64),
+        (48, 16),
+        (64, 1),
+        (64, 16),
+        (96, 128),
+    ):
+        name = f"Linear({width}) x12, {rows} rows"
+        yield Workload(name, _builder(_linear, width, 12), (torch.randn(rows, width),))
+
+
+def calls() -> Iterator[Workload]:
+    """The overhead of a call: inference with 2 and 300 small weights, in three ways."""
+    for depth in (1, 150):
+        name = f"Linear(8) x{depth}"
+        x = torch.randn(1, 8)
+        yield Workload(name, _builder(_linear, 8, depth), (x,), compares_calls=True)
 
 
 ALL = (mlp, mlp_train, gpt_decode, gpt_prefill, gpt_train, llama_decode, encoder, conv, vit)
-CASES = {f.__name__.replace("_", "-"): f for f in (*ALL, overhead)}
+CASES = {f.__name__.replace("_", "-"): f for f in (*ALL, tiny, calls)}
