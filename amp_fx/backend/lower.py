@@ -152,9 +152,16 @@ class Caching:
 
     @contextlib.contextmanager
     def partitioning(self) -> Iterator[None]:
-        """Makes inductor call ``partition``, unless the user has a partitioner of their own."""
+        """Makes inductor call ``partition`` for a graph with a backward.
+
+        A partitioner of the user is not replaced.
+        """
         from amp_fx.torch_private.inductor_config import config
 
+        # Only a graph with a backward is partitioned, and inductor pickles its settings for keys.
+        if not self.has_backward:
+            yield
+            return
         partitioner = config.custom_partitioner_fn or Partitioner(self)
         with config.patch(custom_partitioner_fn=partitioner):
             yield

@@ -199,7 +199,6 @@ def aot_passes(
         packing: ``packing_passes``, if weights become constants.
     """
     is_backward = stage == "backward"
-    caches = candidates is not None and not is_backward
     exact = (torch.bfloat16,) if has_product_kernels(torch.bfloat16) else ()
     passes: list[Pass] = [
         # Inductor's joint passes add nodes without values, which all passes below read.
@@ -222,7 +221,7 @@ def aot_passes(
         ]
     if packing:
         passes += packing
-    elif candidates is not None and caches:
+    elif candidates is not None and not is_backward:
         # A forward with gradients was laid out before it was partitioned: its backward reads the
         # same values (``lower.Caching.partition``).
         if is_inductor and stage == "inference":

@@ -1,6 +1,6 @@
 """Calls a compiled graph with fresh values computed from its weights.
 
-The graph receives the values as inputs, and packed weights as constants of its code (``packed``).
+The graph receives the values as inputs, and packed weights as constants of its code (``pack``).
 Each call recomputes the values of weights that were written since their computation. Calls that are
 already running continue with the old values. One graph may serve several layers; it then caches
 values for each set of weights.

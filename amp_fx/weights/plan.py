@@ -1,7 +1,7 @@
 """Decides which values of weights a graph of AOTAutograd caches.
 
-``plan`` changes nothing. ``split`` applies a plan to a graph whose cached values are inputs; for a
-graph with packed weights, ``pack`` edits the graph first, and ``plan_packed`` describes the result.
+``plan`` changes nothing. ``split`` applies a plan to a graph whose cached values are inputs. A
+graph with packed weights is edited first (``packing_passes``), and ``Constants.plan`` describes it.
 ``explain``, ``draw`` and the debug log read the same plan that is compiled.
 """
 
