@@ -102,9 +102,18 @@ class Graph:
                 assert_same_gradients(out, expected.to(out.dtype), model, twin)
 
 
+@dataclasses.dataclass(frozen=True)
+class FrozenGraph(Graph):
+    """A graph whose weights inductor packs."""
+
+    def compile(self, model: nn.Module, **options: Any) -> Program:
+        return compile_amp_fx(model, dtype=self.dtype, compiler="inductor", **options)
+
+
 TRAIN = Graph("train", is_trained=True)
 EVAL = Graph("eval")
 HALF = Graph("float16", torch.float16)
+FROZEN = FrozenGraph("frozen")
 
 
 def assert_same(actual: Any, expected: Any) -> None:

@@ -18,6 +18,7 @@ from torch.nn import functional
 from amp_fx import weight_cache
 from amp_fx.weights import store
 from amp_fx.weights.watch import is_available
+from tests.weights.machine import run_all
 from tests.weights.nets import (
     EVAL,
     SIZE,
@@ -31,7 +32,6 @@ from tests.weights.nets import (
     inputs,
     make_net,
 )
-from tests.weights.test_threads import run_all
 from tests.weights.writes import other
 
 if TYPE_CHECKING:

@@ -24,13 +24,13 @@ from tests.weights.nets import (
     inputs,
     make_net,
 )
+from tests.weights.test_cached_values import NO_KERNELS, run_machine
 from tests.weights.test_optimizers import (
     loss_of,
     test_micro_batches_cast_once,
     test_never_stale_after_a_compiled_step,
     test_never_stale_after_a_step,
 )
-from tests.weights.test_random_sequences import test_never_stale as test_never_stale_in_sequences
 from tests.weights.writes import other
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ __all__ = [
     "test_micro_batches_cast_once",
     "test_never_stale_after_a_compiled_step",
     "test_never_stale_after_a_step",
-    "test_never_stale_in_sequences",
 ]
 
 
@@ -201,6 +200,10 @@ def test_never_stale_after_a_write_between_two_calls_of_one_forward(write: str) 
             with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
                 expected = program(twin, inputs())
             assert_same(out, expected.float())
+
+
+def test_random_sessions() -> None:
+    run_machine(NO_KERNELS, 6)
 
 
 def test_clipping_gradients_refreshes_nothing() -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, example, given, settings
-from hypothesis import strategies as st
-from torch import nn
 
 from amp_fx import weight_cache
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
@@ -17,7 +13,6 @@ from tests import needs
 from tests.weights.keeping import (
     FROZEN,
     WAYS,
-    Line,
     Way,
     batch,
     check,
@@ -26,154 +21,10 @@ from tests.weights.keeping import (
     num_alive,
     weak,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    Weights = dict[int, torch.Tensor]
-    Road = Callable[[Line, Weights], Any]
+from tests.weights.machine import ROADS
 
 pytestmark = [pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")]
 ALL_WAYS = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
-
-
-# ------------------------------------------------------------------- roads to another storage
-
-ROADS: dict[str, Road] = {}
-"""By name; each gives some layers' weights other storages, which hold other contents."""
-
-
-def _road(road: Road) -> Road:
-    ROADS[road.__name__] = torch.no_grad()(road)
-    return road
-
-
-@_road
-def data(model: Line, new: Weights) -> None:
-    for i, weight in new.items():
-        model.weight(i).data = weight
-
-
-@_road
-def tensor_set(model: Line, new: Weights) -> None:
-    for i, weight in new.items():
-        torch.Tensor.set_(model.weight(i), weight)  # type: ignore[call-overload]
-
-
-@_road
-def storage_set(model: Line, new: Weights) -> None:
-    for i, weight in new.items():
-        storage, start = weight.untyped_storage(), weight.storage_offset()
-        model.weight(i).set_(storage, start, weight.shape, weight.stride())
-
-
-@_road
-def parameter(model: Line, new: Weights) -> None:
-    for i, weight in new.items():
-        model.layers[i].weight = nn.Parameter(weight)
-
-
-@_road
-def load_state_dict(model: Line, new: Weights) -> None:
-    state = {f"layers.{i}.weight": nn.Parameter(weight) for i, weight in new.items()}
-    model.load_state_dict(state, strict=False, assign=True)
-
-
-@_road
-def swap_tensors(model: Line, new: Weights) -> None:
-    for i, weight in new.items():
-        torch.utils.swap_tensors(model.weight(i), nn.Parameter(weight))  # type: ignore[no-untyped-call]
-
-
-@_road
-def vector_to_parameters(model: Line, new: Weights) -> None:
-    vector = torch.cat([weight.reshape(-1) for weight in new.values()])
-    nn.utils.vector_to_parameters(vector, [model.weight(i) for i in new])
-
-
-@_road
-def converted(model: Line, new: Weights) -> None:
-    model.to(torch.float64)
-    for i, weight in new.items():
-        model.weight(i).data.copy_(weight)
-    model.double().float()
-
-
-# -------------------------------------------------------------------------- here and there
-
-
-@dataclasses.dataclass(frozen=True)
-class Turn:
-    """Some weights move.
-
-    Attributes:
-        layers: Whose weights.
-        road: How.
-        version: Which contents, 0 being the first.
-        is_new: Whether into storages that never were a weight's, else always the same ones.
-        num_calls: Calls that follow.
-    """
-
-    layers: frozenset[int]
-    road: str
-    version: int
-    is_new: bool = False
-    num_calls: int = 1
-
-
-turns = st.builds(
-    Turn,
-    st.frozensets(st.integers(0, 2), min_size=1),
-    st.sampled_from(sorted(ROADS)),
-    st.integers(0, 2),
-    st.booleans(),
-    st.integers(1, 3),
-)
-FIRST, MIDDLE, LAST, ALL = (frozenset(layers) for layers in ({0}, {1}, {2}, range(3)))
-
-
-def there_and_back(road: str) -> list[Turn]:
-    return [Turn(MIDDLE, road, v, num_calls=2) for v in (1, 2, 1, 2, 1)]
-
-
-@ALL_WAYS
-@settings(
-    max_examples=8,
-    phases=(Phase.explicit, Phase.generate),  # to shrink what compiles takes minutes
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
-@example([Turn(LAST, "data", 1), Turn(LAST, "tensor_set", 0), Turn(LAST, "storage_set", 1)])
-@example([Turn(ALL, "data", v, num_calls=2) for v in (1, 0, 1, 0)])
-# That the first weight moves changes how values are found.
-@example([Turn(layer, "data", v) for layer in (LAST, MIDDLE, FIRST) for v in 3 * (1, 0)])
-@example([turn for road in ("data", "tensor_set") for turn in there_and_back(road)])
-@example([turn for road in ("storage_set", "parameter") for turn in there_and_back(road)])
-@example([turn for road in ("load_state_dict", "swap_tensors") for turn in there_and_back(road)])
-@example([turn for road in ("vector_to_parameters", "converted") for turn in there_and_back(road)])
-@given(st.lists(turns, min_size=3, max_size=10))
-def test_any_turns(way: Way, sequence: list[Turn]) -> None:
-    weight_cache.clear()
-    (model, held), x = make_line(), batch()
-    program = way.compile(model)  # all examples share the code
-    if not way.keeps_values(program, x):
-        torch._dynamo.reset()  # weights that change at every call are cast by their graph
-        way.warm(program, x)
-    storages = {(i, v): contents(10 * v + i) for i in range(3) for v in range(3)}
-    for i in range(3):
-        storages[i, 0] = model.weight(i).data
-    for turn in sequence:
-        for i in turn.layers:
-            held[i] = contents(10 * turn.version + i)
-        new = {i: storages[i, turn.version] for i in sorted(turn.layers)}
-        if turn.is_new:
-            new = {i: held[i].clone() for i in new}
-        ROADS[turn.road](model, new)
-        del new
-        for _ in range(turn.num_calls):
-            check(way, program, held, x)
 
 
 # -------------------------------------------------------------------- what was left is freed
@@ -188,7 +39,8 @@ def test_what_weights_leave_is_freed(way: Way) -> None:
     left = [weak(model.weight(1))]
     for k in range(9):
         held[1] = contents(30 + k)
-        ROADS[("data", "parameter", "storage_set")[k // 3]](model, {1: held[1].clone()})
+        road = ROADS[("data", "parameter", "storage_set")[k // 3]]
+        road(model, {"layers.1.weight": held[1].clone()})
         left.append(weak(model.weight(1)))
         model.zero_grad()
         for _ in range((1, 3)[k % 2]):
@@ -281,5 +133,6 @@ def test_data_replaced_at_every_eleventh_call_is_not_given_up() -> None:
         new = {i: contents(50 + 10 * k + i) for i in layers}
         for i, weight in new.items():
             held[i] = weight.clone()
-        ROADS[("data", "tensor_set")[k // 4 % 2]](model, new)
+        named = {f"layers.{i}.weight": weight for i, weight in new.items()}
+        ROADS[("data", "tensor_set")[k // 4 % 2]](model, named)
         assert is_kept_again(program, held, x, 6), f"after {k + 1} replacements"

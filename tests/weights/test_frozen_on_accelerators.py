@@ -18,9 +18,8 @@ from amp_fx.weights.inputs import Inputs
 from amp_fx.weights.store import STORE
 from tests import needs
 from tests.weights.accelerator_like import Accelerator, accelerator_like
-from tests.weights.nets import EVAL, Graph, assert_same, inputs, make_net, twin_of
+from tests.weights.nets import EVAL, FrozenGraph, Graph, assert_same, inputs, make_net, twin_of
 from tests.weights.test_cuda_like import LIST_WRITES, of_data
-from tests.weights.test_frozen_writes import FrozenGraph
 from tests.weights.writes import WRITES
 
 if TYPE_CHECKING:

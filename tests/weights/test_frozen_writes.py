@@ -1,4 +1,4 @@
-"""Frozen graphs recompute cached values after writes; ``test_writes`` has the kinds of writes."""
+"""Frozen graphs recompute cached values after writes (``test_cached_values``)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,18 @@ from amp_fx.weights.prepare import run_node
 from amp_fx.weights.store import STORE
 from amp_fx.weights.watch import is_available
 from tests import needs
-from tests.weights.nets import assert_same, compile_amp_fx, inputs, make_net, random, twin_of
-from tests.weights.test_writes import FROZEN, FrozenGraph
+from tests.weights.nets import (
+    FROZEN,
+    assert_same,
+    compile_amp_fx,
+    inputs,
+    make_net,
+    random,
+    twin_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-__all__ = ["FrozenGraph"]
 
 pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")
 

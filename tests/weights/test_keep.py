@@ -1,4 +1,4 @@
-"""``amp_fx.keep``: values computed from weights are never stale after any write, and bad input."""
+"""``amp_fx.keep``: what it computes, keeps and refuses (``test_cached_values`` has the writes)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -29,8 +27,6 @@ from amp_fx import weight_cache
 from amp_fx.errors import OptionError, StaleWeightError
 from amp_fx.weights.store import STORE
 from amp_fx.weights.watch import engine
-from tests.weights import writes
-from tests.weights.nets import make_net
 from tests.weights.strided import STRIDED, read_by, whole_of
 
 if TYPE_CHECKING:
@@ -63,25 +59,6 @@ def assert_same(actual: Value, expected: Value) -> None:
 
 
 # ---------------------------------------------------------------------------- never stale
-
-
-@pytest.mark.parametrize("write", writes.WRITES)
-def test_no_way_to_write_leaves_a_stale_value(write: str) -> None:
-    """The oracle is a twin that is written alike and of which nothing is kept."""
-    net, twin = make_net(), make_net()
-    steps = writes.WRITES[write](net), writes.WRITES[write](twin)
-    mine, theirs = list(net.parameters()), list(twin.parameters())
-    kept_of_all, kept_of_one = amp_fx.keep(packed, *mine), amp_fx.keep(doubled, mine[0])
-    with torch.no_grad():
-        assert_same(kept_of_all(), packed(*theirs))
-        for i, order in enumerate(((0, 1), (1, 0), (1,), (0,), (0, 1))):
-            for step in steps:
-                step(i)
-            for k in order:
-                if k == 0:
-                    assert_same(kept_of_all(), packed(*theirs))
-                else:
-                    assert_same(kept_of_one(), doubled(theirs[0]))
 
 
 @pytest.mark.parametrize("kind", STRIDED)
@@ -148,63 +125,6 @@ def test_full_verification_raises_at_one_element_and_off_compares_nothing(
     for kept in (full, by_environment):
         with pytest.raises(StaleWeightError, match=r"weight 0 of doubled"):
             kept()
-
-
-NAMES = ("a", "b", "c")
-actions = st.one_of(
-    st.tuples(st.sampled_from(("write", "data", "replace", "numpy", "foreach")), st.integers(0, 2)),
-    st.tuples(st.just("swap"), st.sampled_from(((0, 1), (0, 2), (1, 2)))),
-    st.tuples(st.just("call"), st.integers(0, 3)),
-    st.tuples(st.sampled_from(("clear", "invalidate", "limit")), st.none()),
-)
-
-
-@settings(
-    max_examples=60,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(st.lists(actions, min_size=6, max_size=24))
-def test_no_sequence_of_writes_leaves_a_stale_value(sequence: list[tuple[str, Any]]) -> None:
-    """``.data`` changes owners, back and forth, and every value is made of some of the weights."""
-    held = [torch.full((2, 3), float(i + 1), dtype=torch.float64) for i in range(3)]
-    weights = [nn.Parameter(each.float()) for each in held]
-    subsets = ((0,), (0, 1), (1, 2), (2, 1, 0))
-    keeps = [amp_fx.keep(packed, *[weights[i] for i in subset]) for subset in subsets]
-
-    def check(k: int) -> None:
-        assert_same(keeps[k](), packed(*[held[i].float() for i in subsets[k]]))
-
-    for i, (kind, what) in enumerate(sequence):
-        value = float(i + 10)
-        with torch.no_grad():
-            if kind == "write":
-                weights[what].fill_(value)
-            elif kind == "data":
-                weights[what].data.fill_(value)
-            elif kind == "replace":
-                weights[what].data = torch.full((2, 3), value)
-            elif kind == "numpy":
-                weights[what].detach().numpy()[:] = value
-            elif kind == "foreach":
-                torch._foreach_copy_([weights[what].data], [torch.full((2, 3), value)])
-            elif kind == "swap":
-                a, b = (weights[j] for j in what)
-                a.data, b.data = b.data, a.data
-                held[what[0]], held[what[1]] = held[what[1]], held[what[0]]
-        if kind in ("write", "data", "replace", "numpy", "foreach"):
-            held[what] = torch.full((2, 3), value, dtype=torch.float64)
-        elif kind == "call":
-            check(what)
-        elif kind == "limit":
-            weight_cache.set_limit(100)
-        elif kind in ("clear", "invalidate"):
-            getattr(weight_cache, kind)()
-    weight_cache.set_limit(None)
-    for k in range(len(keeps)):
-        check(k)
 
 
 def test_swapped_tensors_are_other_weights() -> None:

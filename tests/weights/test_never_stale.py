@@ -1,4 +1,4 @@
-"""Writes that are hard to detect: through old aliases, during calls, by other threads.
+"""Writes that are hard to detect: through old aliases, and by other processes.
 
 Each is tested with all three kinds of cached values, by comparing numbers alone.
 """
@@ -6,13 +6,7 @@ Each is tested with all three kinds of cached values, by comparing numbers alone
 from __future__ import annotations
 
 import ctypes
-import functools
-import gc
 import itertools
-import os
-import signal
-import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -125,179 +119,6 @@ def test_a_part_written_through_an_older_array_is_found(way: Way) -> None:
         for _ in range(20):
             check(way, program, held, x)
     assert not stale, "rows from which on a write was never found"
-
-
-# -------------------------------------------------------------------- in the midst of a call
-
-PENDING: list[Callable[[], Any]] = []
-"""What happens in the next call, after its first product."""
-
-
-@torch.library.custom_op("amp_fx_never_stale::happen", mutates_args=())
-def happen(x: torch.Tensor) -> torch.Tensor:
-    """Does something that no graph knows of."""
-    while PENDING:
-        PENDING.pop()()
-    return x.clone()
-
-
-@happen.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x)
-
-
-happen.register_autograd(lambda _, grad: grad)
-
-
-def directly(write: Callable[[], Any]) -> Callable[[], Any]:
-    return write
-
-
-def by_collected_garbage(write: Callable[[], Any]) -> Callable[[], Any]:
-    class Garbage:
-        def __init__(self) -> None:
-            self.itself = self
-
-        def __del__(self) -> None:
-            write()
-
-    def collect() -> None:
-        Garbage()
-        gc.collect(0)  # the youngest objects, of which this is one
-
-    return collect
-
-
-def by_a_signal_handler(write: Callable[[], Any]) -> Callable[[], Any]:
-    def send() -> None:
-        was = signal.signal(signal.SIGUSR1, lambda *_: write())
-        os.kill(os.getpid(), signal.SIGUSR1)
-        time.sleep(0)
-        signal.signal(signal.SIGUSR1, was)
-
-    return send
-
-
-def by_a_timer(write: Callable[[], Any]) -> Callable[[], Any]:
-    def wait() -> None:
-        done: list[bool] = []  # an event has a lock, which its own waiter may hold just then
-
-        def ring(*_: object) -> None:
-            write()
-            done.append(True)
-
-        was = signal.signal(signal.SIGALRM, ring)
-        signal.setitimer(signal.ITIMER_REAL, 0.005)
-        until = time.monotonic() + 10
-        while not done and time.monotonic() < until:
-            time.sleep(0.001)
-        signal.signal(signal.SIGALRM, was)
-        assert done
-
-    return wait
-
-
-def by_a_thread(write: Callable[[], Any]) -> Callable[[], Any]:
-    def run() -> None:
-        thread = threading.Thread(target=write)
-        thread.start()
-        thread.join()
-
-    return run
-
-
-AGENTS = (directly, by_collected_garbage, by_a_signal_handler, by_a_timer, by_a_thread)
-
-
-def scaled(weight: torch.Tensor) -> None:
-    weight.data.mul_(-3)
-
-
-def scale_rows(weight: torch.Tensor) -> None:
-    weight.data[3:5].mul_(-16)
-
-
-def copied(weight: torch.Tensor) -> None:
-    weight.data.copy_(contents(60))
-
-
-def replaced(weight: torch.Tensor) -> None:
-    weight.data = contents(61)
-
-
-def scaled_by_list_op(weight: torch.Tensor) -> None:
-    torch._foreach_mul_([weight.data], -3.0)
-
-
-def scaled_as_array(weight: torch.Tensor) -> None:
-    weight.detach().numpy().__imul__(-3)
-
-
-WRITES = {
-    write.__name__: write
-    for write in (scaled, scale_rows, copied, replaced, scaled_by_list_op, scaled_as_array)
-}
-
-
-def make_eventful() -> tuple[Line, list[torch.Tensor]]:
-    """A model in whose calls something may happen, between its first and its second product."""
-    return make_line(inside={0: happen})
-
-
-def written(held: torch.Tensor, write: Write) -> torch.Tensor:
-    """Returns the contents of a weight after a write."""
-    twin = nn.Parameter(held.clone())
-    write(twin)
-    return twin.detach()
-
-
-@ALL_WAYS
-def test_the_call_after_one_in_which_a_weight_was_written(way: Way) -> None:
-    x = batch()
-    stale = []
-    layers = range(3)  # whose weight was read before, or is to be read yet
-    for agent, (name, write), layer in itertools.product(AGENTS, WRITES.items(), layers):
-        model, held = make_eventful()  # all of them share the code
-        program = way.compile(model)
-        way.warm(program, x)
-        held[layer] = written(held[layer], write)
-        PENDING.append(agent(functools.partial(write, model.weight(layer))))
-        way.call(program, x)
-        assert not PENDING
-        is_all_right = all(is_right(way, program, held, x) for _ in range(3))
-        stale += [] if is_all_right else [(agent.__name__, name, layer)]
-    assert not stale, "by whom, how and which layer was written"
-
-
-@ALL_WAYS
-def test_rows_written_in_the_call_that_makes_values(way: Way) -> None:
-    """Training begins to keep in its second or third call, and all make again after a write.
-
-    Kernels of others may ask for a pointer to read, before the thread starts that writes.
-    """
-    x = batch()
-    stale = []
-    for agent, is_read, is_seen_before, layer, k in itertools.product(
-        (directly, by_a_thread), (False, True), (False, True), range(3), range(4)
-    ):
-        model, held = make_eventful()
-        program = way.compile(model)
-        for _ in range(k):
-            check(way, program, held, x)
-        weight = model.weight(layer)
-        if is_seen_before:
-            weight.data.mul_(2)
-            held[layer] = held[layer] * 2
-        for _ in range(2):
-            scale_rows(held[layer])
-            PENDING.append(agent(functools.partial(scale_rows, weight)))
-            if is_read:
-                PENDING.append(weight.data_ptr)
-            way.call(program, x)
-            assert not PENDING
-        is_all_right = all(is_right(way, program, held, x) for _ in range(3))
-        stale += [] if is_all_right else [(agent.__name__, is_read, is_seen_before, layer, k)]
-    assert not stale, "by whom, after a read, after a seen write, which layer, after how many calls"
 
 
 # ---------------------------------------------------------------------------------- off is off

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.weights.store import STORE
+from tests.weights.machine import run_all
 from tests.weights.nets import assert_same, autocast, compile_amp_fx, inputs, make_net
 
 if TYPE_CHECKING:
@@ -17,28 +18,6 @@ if TYPE_CHECKING:
 
 
 ROUNDS = 20
-
-
-def run_all(*jobs: Callable[[], Any]) -> None:
-    """Runs jobs in threads of their own and raises what the first of them raised."""
-    errors: list[BaseException] = []
-
-    def guarded(job: Callable[[], Any]) -> Callable[[], None]:
-        def run() -> None:
-            try:
-                job()
-            except BaseException as error:  # noqa: BLE001
-                errors.append(error)
-
-        return run
-
-    threads = [threading.Thread(target=guarded(job)) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    if errors:
-        raise errors[0]
 
 
 @torch.no_grad()

@@ -238,13 +238,14 @@ def averages_swapped_in_and_out(net: Net) -> Step:
     average = {name: p.detach().clone() * 1.5 for name, p in net.named_parameters()}
     kept: dict[str, torch.Tensor] = {}
 
-    def step(i: int) -> None:
+    def step(_: int) -> None:
+        is_average = bool(kept)
         for name, parameter in net.named_parameters():
-            if i % 2 == 0:
+            if is_average:
+                parameter.data.copy_(kept.pop(name))
+            else:
                 kept[name] = parameter.detach().clone()
                 parameter.data.copy_(average[name])
-            else:
-                parameter.data.copy_(kept[name])
 
     return step
 
