@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, TensorArgument
 
 from amp_fx.errors import ArgumentTypeError
 from amp_fx.graphs.bodies import copy_graph_module, graphs_in
@@ -105,28 +105,34 @@ def with_graph(
     program: ExportedProgram,
     gm: fx.GraphModule,
     written: Collection[str],
-    changed: Mapping[str, torch.Tensor] | None = None,
+    added: Mapping[str, torch.Tensor] | None = None,
 ) -> ExportedProgram:
     """Returns a program with another graph, and weights in the dtypes of its placeholders.
 
     Weights whose dtype does not change share memory with the original program, unless the graph
-    writes them.
+    writes them. Weights without a placeholder are dropped.
 
     Args:
         program: The original program.
         gm: The graph.
         written: Names of the placeholders that the graph writes.
-        changed: Other values of weights, by the names of their placeholders.
+        added: New weights, by the names of their placeholders, which are the first.
     """
     placeholders = {node.name: node for node in gm.graph.find_nodes(op="placeholder")}
     copies: dict[Any, torch.Tensor] = {}  # tensors with several names are copied once
     state_dict, constants = dict(program.state_dict), dict(program.constants)
-    for spec in program.graph_signature.input_specs:
+    signature = _renamed_outputs(program.graph_signature, gm.graph)
+    for name, tensor in (added or {}).items():
+        state_dict[name] = tensor
+        spec = InputSpec(InputKind.BUFFER, TensorArgument(name), name, persistent=True)
+        signature.input_specs.insert(0, spec)
+    for spec in [s for s in signature.input_specs if s.arg.name not in placeholders]:
+        signature.input_specs.remove(spec)
+        state_dict.pop(str(spec.target), None)
+        constants.pop(str(spec.target), None)
+    for spec in signature.input_specs:
         if spec.kind not in WEIGHTS:
             continue
-        if changed and spec.arg.name in changed:
-            values = state_dict if spec.target in state_dict else constants
-            values[str(spec.target)] = _like(changed[spec.arg.name], values[str(spec.target)])
         dtype = value_of(placeholders[spec.arg.name]).dtype
         for values in (state_dict, constants):
             if spec.target in values:
@@ -141,7 +147,7 @@ def with_graph(
     return ExportedProgram(
         root=gm,
         graph=gm.graph,
-        graph_signature=_renamed_outputs(program.graph_signature, gm.graph),
+        graph_signature=signature,
         state_dict=state_dict,
         range_constraints=copy.deepcopy(program.range_constraints),
         module_call_graph=copy.deepcopy(program.module_call_graph),
@@ -174,12 +180,6 @@ def without_gradients(program: ExportedProgram) -> ExportedProgram:
         if isinstance(value_of(node), torch.Tensor):
             set_value(node, value_of(node).detach())
     return program
-
-
-def _like(new: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a new value of a tensor or parameter."""
-    is_parameter = isinstance(tensor, nn.Parameter)
-    return nn.Parameter(new, tensor.requires_grad) if is_parameter else new
 
 
 def _copy(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

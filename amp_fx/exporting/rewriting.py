@@ -12,7 +12,7 @@ from torch import fx
 from amp_fx.backend.added_passes import with_added
 from amp_fx.backend.pipeline import run_passes
 from amp_fx.errors import UnsupportedError
-from amp_fx.exporting.batch_norms import fold_batch_norms
+from amp_fx.exporting.folding import with_folded_batch_norms
 from amp_fx.exporting.other_device import captured_on, move
 from amp_fx.exporting.program import (
     REGION,
@@ -226,14 +226,11 @@ def rewrite_program(
         UnsupportedError: Part of the program cannot be rewritten.
         PassError: A pass failed.
     """
+    if folds_batch_norm:
+        program = with_folded_batch_norms(program, graph_to_rewrite(program, _device_of(program)))
     gm = graph_to_rewrite(program, region.device)
     tensors = tensors_by_input(program)
     written = written_inputs(program.graph_signature)
-    folded: dict[str, torch.Tensor] = {}
-    if folds_batch_norm:
-        run_passes(gm, [InlineRegions()])
-        constants = {name: tensor for name, tensor in tensors.items() if name not in written}
-        folded = fold_batch_norms(gm.graph, constants)
     groups = tuple(
         group for group in groups_by_storage(tensors) if stores_low and written.isdisjoint(group)
     )
@@ -253,7 +250,7 @@ def rewrite_program(
     clean(gm)
     if region.device is not None:
         move(gm, _device_of(program))
-    return with_graph(program, gm, written, folded)
+    return with_graph(program, gm, written)
 
 
 def _reject_float8(gm: torch.fx.GraphModule) -> None:

@@ -386,18 +386,18 @@ def test_folded_batch_norms(dtype: torch.dtype, has_bias: bool, tmp_path: Path) 
 
 
 def test_batch_norms_that_cannot_be_folded(tmp_path: Path) -> None:
-    class Shared(nn.Module):
+    class Kept(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
             self.large, self.wide = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+            self.back, self.last = nn.ConvTranspose2d(3, 3, 1), nn.BatchNorm2d(3)
 
-        def forward(self, x: Tensor) -> Tensor:
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             y = self.conv(x)
-            result: Tensor = self.norm(self.conv(self.norm(y) + y)) + self.wide(self.large(x))
-            return result
+            return self.last(self.back(self.norm(y) + y)), self.wide(self.large(x))
 
-    model, x = Shared().eval(), torch.randn(2, 3, 4, 4)
+    model, x = Kept().eval(), torch.randn(2, 3, 4, 4)
     assert model.wide.running_var is not None
     model.wide.running_var.fill_(1e-12)
     model.wide.eps = 1e-12
