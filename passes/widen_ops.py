@@ -1,7 +1,6 @@
 """Computes ops in float32 and rounds the result if a runtime rejects low-precision inputs.
 
-Also casts the inputs of ops with a wider ``dtype``, which exporters apply to the rounded result,
-and lists of tensors of different dtypes, such as those of ``cat``.
+Also casts the inputs of ops with a wider ``dtype``, which exporters apply to the rounded result.
 
 Before (PyTorch's kernels accept inputs of mixed dtypes; ONNX requires one type):
     %y         = aten.layer_norm(%x, [64], %weight, %bias)          # bfloat16, float32, float32
@@ -15,8 +14,10 @@ Before and after, for a low ``%x``:
     %x_float32 = aten._to_copy(%x, dtype=torch.float32)
     %y         = aten.softmax(%x_float32, -1, torch.float32)
 
-Left unchanged: stored tensors and the dtypes of results; ops whose result is as wide as their
-widest input, which exporters can cast; casts; symbolic sizes.
+Exporters could cast mixtures with a float32 result themselves, and not those in lists (``cat``). As
+nodes of the graph, the casts have reasons, and ``reuse_casts`` sees them.
+
+Left unchanged: stored tensors and the dtypes of results; casts; symbolic sizes.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class WidenOps:
 
     Attributes:
         dtypes: Low dtypes for which the runtime has no kernels: all ops on them are widened. Ops on
-            other low dtypes are widened if they mix them with float32 and return a low result.
+            other low dtypes are widened if they mix them with float32.
         accepts_mixed_batch_norms: Whether the runtime has batch norms of low inputs with float32
             statistics, as ONNX has since opset 15.
         without_bfloat16: Packets of ops that the runtime has for float16 and not for bfloat16.
@@ -89,13 +90,13 @@ class WidenOps:
         inputs = {t.dtype for source in node.all_input_nodes for t in _floating(source)}
         if not any(map(is_low, inputs)):
             return False
-        if not inputs.isdisjoint(self.dtypes) or _has_wider_dtype(node) or _has_mixed_list(node):
+        if not inputs.isdisjoint(self.dtypes) or _has_wider_dtype(node):
             return True
         packet = getattr(node.target, "overloadpacket", None)
         if torch.bfloat16 in inputs and packet in self.without_bfloat16:
             return True
         is_accepted = self.accepts_mixed_batch_norms and node.target in _BATCH_NORMS
-        return _narrows(node, inputs) and not is_accepted
+        return torch.float32 in inputs and not is_accepted
 
 
 _aten = torch.ops.aten
@@ -128,21 +129,6 @@ def _has_wider_dtype(node: fx.Node) -> bool:
 
 def _floating(node: fx.Node) -> list[torch.Tensor]:
     return [t for t in tensors_in(value_of(node)) if t.is_floating_point()]
-
-
-def _has_mixed_list(node: fx.Node) -> bool:
-    """Returns True if tensors of a list have different dtypes, which exporters do not cast."""
-    lists = [arg for arg in node.args if isinstance(arg, (list, tuple))]
-    return any(
-        len({t.dtype for item in items if isinstance(item, fx.Node) for t in _floating(item)}) > 1
-        for items in lists
-    )
-
-
-def _narrows(node: fx.Node, inputs: set[torch.dtype]) -> bool:
-    """Returns True if inputs of mixed dtypes give a result that is narrower than the widest."""
-    results = {tensor.dtype for tensor in _floating(node)}
-    return torch.float32 in inputs and any(map(is_low, results))
 
 
 def _widen(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:

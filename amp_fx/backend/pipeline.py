@@ -48,6 +48,7 @@ from amp_fx.passes.refuse_mixed_dtypes import RefuseMixedDtypes
 from amp_fx.passes.refuse_packing import RefusePacking
 from amp_fx.passes.reject_opaque_nodes import RejectOpaqueNodes
 from amp_fx.passes.restore_outputs import RestoreOutputs
+from amp_fx.passes.reuse_casts import ReuseCasts
 from amp_fx.passes.round_biases import RoundBiases
 from amp_fx.passes.round_compared import RoundCompared
 from amp_fx.passes.separate_inputs import SeparateInputs
@@ -89,6 +90,7 @@ CAPTURED_PASSES: tuple[type[Pass], ...] = (
     RejectOpaqueNodes,
     DecomposeFloat32Products,
     WidenOps,
+    ReuseCasts,
     WrapOpaqueNodes,
 )
 """Passes on captured graphs in the order in which they run. Some run only on exported programs."""

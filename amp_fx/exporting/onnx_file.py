@@ -28,6 +28,7 @@ from amp_fx.graphs.bodies import graphs_in
 from amp_fx.graphs.metadata import CAST, CUSTOM
 from amp_fx.graphs.reasons import describe, origin_and_reason
 from amp_fx.passes.decompose_float32_products import DecomposeFloat32Products
+from amp_fx.passes.reuse_casts import ReuseCasts
 from amp_fx.passes.widen_ops import WidenOps
 from amp_fx.progress import working
 from amp_fx.regions.state import no_autocast
@@ -164,6 +165,7 @@ def _in_form(exported: ExportedProgram, target: OnnxRuntime) -> ExportedProgram:
             WidenOps(
                 target.without_kernels, target.accepts_mixed_batch_norms, target.without_bfloat16
             ),
+            ReuseCasts(target.without_kernels),
         )
         run_passes(gm, passes, check=False)
     for graph in graphs_in(gm):

@@ -77,6 +77,13 @@ def _call(
     if node.op_type == "Constant" and "value" in attributes:
         return [_tensor(attributes["value"])]
     dtypes = [_DTYPES[types[output]] for output in node.output if output]
+    return call(node, env, dtypes, opsets)
+
+
+def call(
+    node: onnx.NodeProto, env: Mapping[str, Tensor], dtypes: Sequence[torch.dtype], opsets: Any
+) -> list[Tensor]:
+    """Computes a node in float32, and rounds its results to dtypes."""
     feeds = {name: _wide(env[name]) for name in dict.fromkeys(node.input) if name}
     session = _session(node, feeds, dtypes, opsets)
     results = session.run(None, {f"i{i}": array for i, array in enumerate(feeds.values())})
