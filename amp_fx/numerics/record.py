@@ -19,7 +19,7 @@ from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
 from amp_fx.numerics.trace import SAMPLE, Trace, TraceSink, is_traced
 from amp_fx.observe.compiled import backend_of, compiled_with
 from amp_fx.observe.recorder import Recorder
-from amp_fx.observe.trial import Trial
+from amp_fx.observe.step import Step
 from amp_fx.options import Options
 from amp_fx.progress import working
 from amp_fx.second_call import takes_inputs_later
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from amp_fx.front.settings import RegionSettings
-    from amp_fx.observe.trial import Outcome
+    from amp_fx.observe.step import Outcome
 
 
 @takes_inputs_later
@@ -72,12 +72,15 @@ def record(
     def record_call(*args: Any, **kwargs: Any) -> Trace:
         name = f"{name_of(target)}, {how}, torch {torch.__version__}"
         trace = Trace(name, SAMPLE)
-        trial = Trial(target, args, kwargs)
-        with working(f"recording {name_of(target)}"), trial.undisturbed(is_eager=compiler is None):
+        program = Step(target, args, kwargs)
+        with (
+            working(f"recording {name_of(target)}"),
+            program.undisturbed(is_eager=compiler is None),
+        ):
             if compiler is None:
-                outcome = _eagerly(trial, trace, with_own_casts(step, target, settings))
+                outcome = _eagerly(program, trace, with_own_casts(step, target, settings))
             else:
-                outcome = _compiled(trial, trace, step, settings, compiler)
+                outcome = _compiled(program, trace, step, settings, compiler)
             for what, value in zip(outcome, parts_of([*outcome.values()]), strict=True):
                 if what.startswith(("output", "gradient")) and is_traced(value):
                     trace.add("result", NodeLocation(), what, value)
@@ -97,22 +100,22 @@ def _check_path(path: object) -> None:
         )
 
 
-def _eagerly(trial: Trial, trace: Trace, call: Callable[..., Any]) -> Outcome:
+def _eagerly(program: Step, trace: Trace, call: Callable[..., Any]) -> Outcome:
     """Runs a step op by op."""
-    with regions_of_compiled(trial.step):
-        return trial.run(call, Recorder(trial.guard, trial.paths, TraceSink(trace)).observing)
+    with regions_of_compiled(program.function):
+        return program.run(call, Recorder(program.guard, program.paths, TraceSink(trace)).observing)
 
 
 def _compiled(
-    trial: Trial, trace: Trace, step: Any, settings: RegionSettings, compiler: str
+    program: Step, trace: Trace, step: Any, settings: RegionSettings, compiler: str
 ) -> Outcome:
     """Compiles a step, by the options that it was compiled with, and runs it."""
     given, dynamic = compiled_with(step)
     has_region = getattr(step, "_amp_fx_settings", None) is not None
     is_rewritten = has_region or backend_of(step) is not None
     options = Options.parse({**given, "compiler": compiler})
-    call = traced(trial.step, trace, options, is_rewritten=is_rewritten, dynamic=dynamic)
+    call = traced(program.function, trace, options, is_rewritten=is_rewritten, dynamic=dynamic)
     if has_region:
         call = settings.wrap(call, None)
     with isolated():
-        return trial.run(call)
+        return program.run(call)

@@ -21,9 +21,8 @@ from amp_fx.numerics.report import UnexaminedRecord
 from amp_fx.observe.ops import below_everything, is_tracked, unwrapped
 from amp_fx.observe.places import is_inside
 from amp_fx.observe.recorder import Recorder
-from amp_fx.observe.state import guard_of, undisturbed
+from amp_fx.observe.step import Step
 from amp_fx.policies.policy import preset
-from amp_fx.regions.module_paths import ModulePaths, Program
 from amp_fx.regions.module_stack import call_with_paths
 from amp_fx.torch_private.autocast import DisableAutocast
 from amp_fx.torch_private.modes import DisableTorchFunction
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from amp_fx.numerics.asked import Asked
     from amp_fx.numerics.measures import Measures
     from amp_fx.numerics.twin import Twin
+    from amp_fx.regions.module_paths import ModulePaths
 
 
 def _run_backward(
@@ -151,20 +151,20 @@ def run_step(
         dtype: The low dtype.
         device_type: The device type of the region of mixed precision.
     """
-    guard, paths = guard_of(step), ModulePaths(Program(step, args, kwargs))
+    program = Step(step, args, kwargs)
+    guard, paths = program.guard, program.paths
     first, is_compiled = Recorder(guard, paths), asked.policy != preset("torch")
     compiled = CompiledStep(step, asked.policy, first) if is_compiled else None
-    call = functools.partial(call_with_paths, paths, compiled or step, *args, **kwargs)
 
     def forward(recorder: Recorder) -> tuple[Any, torch.Tensor | None]:
         region = torch.autocast(device_type, dtype)
         with region, contextlib.ExitStack() as observed:
             if compiled is None:
                 observed.enter_context(recorder.observing())
-                outputs = call()
+                outputs = program.call(compiled or step)
             else:
                 compiled.recorder = recorder
-                outputs = call()
+                outputs = program.call(compiled or step)
                 if any(leaf.grad is not grad for leaf, grad in guard.leaves()):
                     raise UnsupportedError(
                         "the step calls backward itself, which is not examined under a policy: "
@@ -174,7 +174,7 @@ def run_step(
             return outputs, loss_of(outputs, asked.loss)
 
     isolation = contextlib.nullcontext() if compiled is None else isolated()
-    with isolation, undisturbed(guard, is_eager=compiled is None) as rewind:
+    with isolation, program.undisturbed(is_eager=compiled is None):
         if compiled is not None:  # code between graphs writes unobserved
             guard.save(tensor for _, tensor in (*paths.named_parameters(), *paths.named_buffers()))
         plain = _plain_loss(forward(first)[1])  # its graph is freed here
@@ -182,8 +182,7 @@ def run_step(
         breaks = () if compiled is None else tuple(compiled.breaks)
         # Where the host need not wait for ops, overflows are found at the end, and then healed.
         for is_batched in (True, False) if device_type not in WAITING else (False,):
-            guard.restore()
-            rewind()
+            program.restart()
             twin = Float8Twin(asked.reference, asked.modules, is_batched=is_batched)
             effects = Effects(twin)
             Recorder(guard, paths, twin, effects)

@@ -41,7 +41,7 @@ from amp_fx.numerics.search_result import Evaluation, SearchResult, Unit
 from amp_fx.numerics.suspects import LOW, common_pattern, path_in_root, weight_of, with_override
 from amp_fx.observe.places import is_inside
 from amp_fx.observe.recorder import Recorder
-from amp_fx.observe.trial import Trial
+from amp_fx.observe.step import Step
 from amp_fx.options import Options
 from amp_fx.progress import working
 from amp_fx.second_call import takes_inputs_later
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from amp_fx.numerics.records import OpRecord
     from amp_fx.numerics.report import AccuracyReport
-    from amp_fx.observe.trial import Outcome
+    from amp_fx.observe.step import Outcome
     from amp_fx.policies.policy import Policy
 
 
@@ -374,20 +374,20 @@ class _Search:
 
     def _run(self, policy: Policy | None, call: Callable[..., Any] | None = None) -> Run:
         """Runs the step under a policy, or in float32; ``call`` is the compiled step."""
-        trial = Trial(self.step, self.args, self.kwargs, loss=self._scaled_loss)
-        recorder = Recorder(trial.guard, trial.paths)  # runs branches and loops as eager code
+        program = Step(self.step, self.args, self.kwargs, loss=self._scaled_loss)
+        recorder = Recorder(program.guard, program.paths)  # runs branches and loops as eager code
         if policy is not None and call is None:
-            trial.region = functools.partial(torch.autocast, self.device_type, self.dtype)
+            program.region = functools.partial(torch.autocast, self.device_type, self.dtype)
             call = CompiledStep(self.step, policy, recorder)
         eagerly = self.step, recorder.observing
-        with isolated(), trial.undisturbed(is_eager=call is None):
-            values = trial.run(*(eagerly if call is None else (call,)))
+        with isolated(), program.undisturbed(is_eager=call is None):
+            values = program.run(*(eagerly if call is None else (call,)))
         compared = {
             name: value
             for name, value in values.items()
             if name.startswith(("output", "gradient")) and value.is_floating_point()
         }
-        return trial.outputs, compared
+        return program.outputs, compared
 
     def _scaled_loss(self, outputs: Any) -> torch.Tensor | None:
         loss = loss_of(outputs, None)

@@ -19,7 +19,7 @@ from amp_fx.numerics.trace import Trace
 from amp_fx.numerics.trace_diff import op_differences
 from amp_fx.numerics.verify_report import VerifyReport
 from amp_fx.observe.compiled import compiled_with
-from amp_fx.observe.trial import Trial
+from amp_fx.observe.step import Step
 from amp_fx.options import Options
 from amp_fx.policies.policy import as_policy, preset
 from amp_fx.progress import working
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from amp_fx.numerics.trace_diff import OpDifference
-    from amp_fx.observe.trial import Outcome
+    from amp_fx.observe.step import Outcome
     from amp_fx.policies.policy import Policy
 
 INDUCTOR = (
@@ -104,11 +104,11 @@ def verify(
         dtype = low_dtype_of(asked, device)
 
         region = functools.partial(torch.autocast, device, dtype)
-        trial = Trial(target, args, kwargs, region, loss, optimizer, steps)
+        program = Step(target, args, kwargs, region, loss, optimizer, steps)
         is_given = asked.policy != preset("torch") or options.get("policy") is None
         policy = asked.policy if is_given else as_policy(options["policy"])
-        comparison = _Verification(trial, options, dynamic, policy)
-        with working(f"verifying {name_of(target)}"), trial.undisturbed(), isolated():
+        comparison = _Verification(program, options, dynamic, policy)
+        with working(f"verifying {name_of(target)}"), program.undisturbed(), isolated():
             found = comparison.with_eager_code()
         return VerifyReport(name_of(target), dtype_name(dtype), device, **found)
 
@@ -119,9 +119,9 @@ class _Verification:
     """Compares a program compiled with some options with eager autocast."""
 
     def __init__(
-        self, trial: Trial, options: dict[str, Any], dynamic: bool | None, policy: Policy
+        self, program: Step, options: dict[str, Any], dynamic: bool | None, policy: Policy
     ) -> None:
-        self.trial, self.dynamic = trial, dynamic
+        self.program, self.dynamic = program, dynamic
         self.options, self.policy = {**options, "policy": policy}, policy
         self.num_graphs = 0
 
@@ -152,11 +152,11 @@ class _Verification:
             self.num_graphs += 1
             return amp_fx(gm, example_inputs, options=options)
 
-        found: Callable[..., Any] = optimized(backend, dynamic=self.dynamic)(self.trial.step)
+        found: Callable[..., Any] = optimized(backend, dynamic=self.dynamic)(self.program.function)
         return found
 
     def _run(self, more: Mapping[str, Any]) -> Outcome:
-        return self.trial.run(self._compiled(more))
+        return self.program.run(self._compiled(more))
 
     def _eagerly(self) -> Outcome:
         """Runs the program eagerly, including compiled code in it.
@@ -166,9 +166,9 @@ class _Verification:
         """
         if self.policy != preset("torch"):
             options = {"policy": self.policy, "compiler": "eager", "weight_cache": False}
-            return self.trial.run(self._compiled_with(options))
+            return self.program.run(self._compiled_with(options))
         with torch.compiler.set_stance("force_eager"):
-            return self.trial.run(self.trial.step)
+            return self.program.run(self.program.function)
 
     def _cause(self, expected: Outcome) -> tuple[str, dict[str, Any]]:
         """Returns the cause of differing bits, and options with which they are equal."""
@@ -192,7 +192,9 @@ class _Verification:
             more = {"disable_passes": (*self.options.get("disable_passes", ()), name)}
             if is_equal({"compiler": "eager", **more}):
                 return f"the pass {name}", more
-        if not differences(expected, self.trial.run(optimized(lambda gm, _: gm)(self.trial.step))):
+        if not differences(
+            expected, self.program.run(optimized(lambda gm, _: gm)(self.program.function))
+        ):
             return NEEDED, {}
         return "Dynamo: what it captures differs, or the program goes on in other graphs", {}
 
@@ -205,7 +207,7 @@ class _Verification:
         def trace(more: Mapping[str, Any], **settings: Any) -> Trace:
             found, given = Trace(""), {"weight_cache": False, "freezing": False, **more}
             options = Options.parse(_merged(self.options, given))
-            self.trial.run(traced(self.trial.step, found, options, **settings))
+            self.program.run(traced(self.program.function, found, options, **settings))
             return found
 
         try:

@@ -22,7 +22,7 @@ from amp_fx.errors import UnsupportedError
 from amp_fx.explanation.entry import explain
 from amp_fx.explanation.running import copy_module, fake_stand_in, leaf_tensors, module_tensors
 from amp_fx.graphs.values import storage_id, tensors_in
-from amp_fx.observe.trial import copied
+from amp_fx.observe.step import copied
 from amp_fx.policies.calls import TO_COPY
 from amp_fx.random_states import preserve_random_states
 from amp_fx.torch_private.autograd import is_functorch_wrapped_tensor

@@ -181,3 +181,15 @@ def test_after_an_error_the_state_is_as_before(tool: str, error: type[BaseExcept
         TOOLS[tool](step)(*args)
     assert state_of(net, args) == before
     assert torch._C._len_torch_dispatch_stack() == 0
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_generator_of_the_step_is_as_before(tool: str) -> None:
+    net, args, generator = Net(), batch(), torch.Generator()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(net(x + torch.randn(x.shape, generator=generator)), y)
+
+    before = generator.get_state()
+    TOOLS[tool](step)(*args)
+    assert torch.equal(generator.get_state(), before)

@@ -21,17 +21,9 @@ from amp_fx.numerics.audit.use_of_regions import LowWeightRule, RegionRule
 from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
 from amp_fx.numerics.running import loss_of
 from amp_fx.observe.recorder import Recorder
-from amp_fx.observe.state import (
-    guard_of,
-    known_to,
-    leaves_of,
-    modules_of,
-    parameters_of,
-    undisturbed,
-)
+from amp_fx.observe.state import known_to, leaves_of, modules_of, parameters_of
+from amp_fx.observe.step import Step
 from amp_fx.progress import working
-from amp_fx.regions.module_paths import ModulePaths, Program
-from amp_fx.regions.module_stack import call_with_paths
 from amp_fx.regions.state import no_autocast
 from amp_fx.second_call import takes_inputs_later
 
@@ -75,7 +67,8 @@ def audit(
     @functools.wraps(target, assigned=("__doc__",), updated=())
     def audit_call(*args: Any, **kwargs: Any) -> AuditReport:
         with working(f"auditing {name_of(target)}"):
-            return _Audit(target, optimizer, scaler).run(call, args, kwargs)
+            program = Step(target, args, kwargs, held=filter(None, (optimizer, scaler)))
+            return _Audit(program, optimizer, scaler).run(call)
 
     return audit_call
 
@@ -85,48 +78,33 @@ class _Audit:
 
     def __init__(
         self,
-        step: Callable[..., Any],
+        program: Step,
         optimizer: torch.optim.Optimizer | None,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        known = [*known_to(step), optimizer, scaler]
-        self.step, self.optimizer, self.scaler = step, optimizer, scaler
-        self.modules = modules_of(step)
+        known = [*known_to(program.function), optimizer, scaler]
+        self.program, self.optimizer, self.scaler = program, optimizer, scaler
+        self.modules = modules_of(program.function)
         self.optimizers = [v for v in known if isinstance(v, torch.optim.Optimizer)]
         self.scalers = [v for v in known if isinstance(v, torch.amp.GradScaler)]
-        self.generators = [v for v in known if isinstance(v, torch.Generator)]
-        held = (torch.amp.GradScaler, torch.optim.Optimizer)
-        self.guard = guard_of(step, *(v for v in known if isinstance(v, held)))
 
-    def run(
-        self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> AuditReport:
+    def run(self, call: Callable[..., Any]) -> AuditReport:
         """Runs the step, a second time if hooks on saved tensors cannot be used in it."""
-        with contextlib.ExitStack() as stack, undisturbed(self.guard) as rewind:
-            for generator in self.generators:
-                stack.callback(generator.set_state, generator.get_state())
+        with self.program.undisturbed(is_eager=True):
             try:
-                return self._observe(call, args, kwargs, counts_saved=True)
+                return self._observe(call, counts_saved=True)
             except RuntimeError as error:
                 if "saved tensor hooks" not in str(error):
                     raise
-            self.guard.restore()
-            rewind()
-            return self._observe(call, args, kwargs, counts_saved=False)
+            self.program.restart()
+            return self._observe(call, counts_saved=False)
 
-    def _observe(
-        self,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        counts_saved: bool,
-    ) -> AuditReport:
-        paths = ModulePaths(Program(self.step, args, kwargs))
+    def _observe(self, call: Callable[..., Any], *, counts_saved: bool) -> AuditReport:
+        program = self.program
         auditor = Auditor()
-        recorder = Recorder(self.guard, paths, auditor)
+        recorder = Recorder(program.guard, program.paths, auditor)
         weights = self._weights()
-        self.guard.note_inputs([w for w in weights if w.is_leaf])
+        program.guard.note_inputs([w for w in weights if w.is_leaf])
         updates, roundings = UpdateRule(auditor), Roundings()
         losses = LossRule(roundings)
         auditor.rules += [
@@ -145,8 +123,13 @@ class _Audit:
         hooks = contextlib.nullcontext() if not counts_saved else _saved_by(auditor)
         torch.clear_autocast_cache()
         try:
-            with auditor.regions, regions_of_compiled(self.step), hooks, recorder.observing():
-                loss = loss_of(call_with_paths(paths, call, *args, **kwargs), None)
+            with (
+                auditor.regions,
+                regions_of_compiled(program.function),
+                hooks,
+                recorder.observing(),
+            ):
+                loss = loss_of(program.call(call), None)
                 value = None if loss is None else loss.detach().clone()
                 auditor.regions.close()
                 with no_autocast():
@@ -155,7 +138,7 @@ class _Audit:
             torch.clear_autocast_cache()
         self._count(auditor)
         return AuditReport(
-            model=name_of(self.step),
+            model=name_of(program.function),
             loss=None if value is None else float(value),
             findings=merged(found for rule in auditor.rules for found in rule.findings()),
             uses=auditor.uses.listed(),
@@ -185,7 +168,9 @@ class _Audit:
         """Returns the parameters of the step's modules, and other leaves that it knows."""
         parameters = [p for module in self.modules for p in module.parameters()]
         return list(
-            dict.fromkeys([*parameters, *leaves_of(self.step), *parameters_of(*self.optimizers)])
+            dict.fromkeys(
+                [*parameters, *leaves_of(self.program.function), *parameters_of(*self.optimizers)]
+            )
         )
 
     def _count(self, auditor: Auditor) -> None:

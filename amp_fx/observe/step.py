@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amp_fx.explanation.running import leaf_tensors
-from amp_fx.observe.state import guard_of, leaves_of, parameters_of, undisturbed
+from amp_fx.observe.state import guard_of, known_to, leaves_of, parameters_of, undisturbed
 from amp_fx.regions.module_paths import ModulePaths, Program
 from amp_fx.regions.module_stack import call_with_paths
 from amp_fx.torch_private import pytree
@@ -21,48 +22,83 @@ if TYPE_CHECKING:
     Outcome = dict[str, torch.Tensor]
 
 
-class Trial:
-    """A program with inputs and state, which runs repeatedly from the same start."""
+class Step:
+    """A program with inputs and state, which runs repeatedly from the same start.
+
+    Args:
+        function: The program.
+        args: Its arguments.
+        kwargs: Its named arguments.
+        region: Creates the autocast region around each forward of ``run``.
+        loss: Returns a scalar, given the outputs.
+        optimizer: An optimizer that steps after each backward of ``run``.
+        steps: The number of steps of ``run`` with an optimizer.
+        held: Other objects whose attributes are restored.
+    """
 
     def __init__(
         self,
-        step: Callable[..., Any],
+        function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         region: Context = contextlib.nullcontext,
         loss: Callable[[Any], Any] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         steps: int = 1,
+        held: Iterable[Any] = (),
     ) -> None:
-        self.step, self.args, self.kwargs, self.region = step, args, kwargs, region
+        self.function, self.args, self.kwargs, self.region = function, args, kwargs, region
         self.loss, self.optimizer = loss, optimizer
         self.num_steps = steps if optimizer is not None else 1
         self.outputs: Any = None
         """Copies of the outputs of the last run."""
-        self.paths = ModulePaths(Program(step, args, kwargs))
-        leaves = (leaf for leaf in leaves_of(step) if not isinstance(leaf, torch.nn.Parameter))
+        self.paths = ModulePaths(Program(function, args, kwargs))
+        self.guard = guard_of(function, *self._optimizers(), *held)
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [] if self.optimizer is None else [self.optimizer]
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters and other leaves that the program knows, by name."""
+        leaves = (
+            each for each in leaves_of(self.function) if not isinstance(each, torch.nn.Parameter)
+        )
         others = (("tensor", leaf) for leaf in leaves)
-        self.parameters = _named([self.paths.named_parameters(), others])
-        self.buffers = _named([self.paths.named_buffers()])
-        optimizers = [optimizer] if optimizer else []
-        more = (("parameter of the optimizer", p) for p in parameters_of(*optimizers))
-        self.parameters |= _named([self.parameters.items(), more])
-        self.guard = guard_of(step, *optimizers)
+        more = (("parameter of the optimizer", p) for p in parameters_of(*self._optimizers()))
+        return _named([self.paths.named_parameters(), others, more])
+
+    @functools.cached_property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers, by name."""
+        return _named([self.paths.named_buffers()])
+
+    def call(self, function: Callable[..., Any]) -> Any:
+        """Calls a form of the program with the arguments."""
+        return call_with_paths(self.paths, function, *self.args, **self.kwargs)
 
     @contextlib.contextmanager
     def undisturbed(self, *, is_eager: bool = False) -> Iterator[None]:
         """Context manager that restores the state at the end; see ``state.undisturbed``."""
-        with undisturbed(self.guard, is_eager=is_eager) as self._rewind:
+        known = known_to(self.function)
+        generators = [value for value in known if isinstance(value, torch.Generator)]
+        with contextlib.ExitStack() as stack:
+            for generator in generators:
+                stack.callback(generator.set_state, generator.get_state())
+            self._rewind = stack.enter_context(undisturbed(self.guard, is_eager=is_eager))
             yield
 
-    def restore(self) -> None:
-        """Restores state and random numbers, and clears gradients."""
+    def restart(self) -> None:
+        """Restores state and random numbers."""
         self.guard.restore()
         self._rewind()
+
+    def _begin(self) -> None:
+        """Restarts, clears gradients, and saves what compiled code may write unobserved."""
+        self.restart()
         tensors = [*self.parameters.values(), *self.buffers.values()]
         state = self.optimizer.state if self.optimizer is not None else {}
         grads = [p.grad for p in self.parameters.values() if p.grad is not None]
-        # Compiled code may write to all of them unobserved.
         tensors += [*grads, *leaf_tensors([*map(dict, state.values())])]
         self.guard.note_inputs(tensors)
         self.guard.save(tensors)
@@ -76,7 +112,7 @@ class Trial:
             call: The step, or the compiled step.
             watch: Creates a context for the forward, and one for the backward.
         """
-        self.restore()
+        self._begin()
         found: Outcome = {}
         for number in range(1, self.num_steps + 1):
             when = f" in step {number}" if self.num_steps > 1 else ""
