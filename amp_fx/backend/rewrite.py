@@ -32,6 +32,7 @@ from amp_fx.regions.module_stack import (
     ends_at_graph_break,
     guard_modules,
     linear_ends,
+    outermost_module,
 )
 from amp_fx.regions.policy_numbers import pin
 from amp_fx.regions.state import AutocastState, in_disabled_region, no_autocast
@@ -153,7 +154,10 @@ def _quantizes(
     has_regions = bool(gm.graph.find_nodes(op="call_function", target=enter_autocast))
     if not policy.resolver.has_float8 and not has_regions:
         return None
-    ends = linear_ends(frame.modules())
+    # If the blocks of a model are compiled one by one, as for FSDP2, the ends are the model's.
+    outermost = outermost_module()
+    is_part = outermost is not None and frame.root not in (None, outermost)
+    ends = linear_ends([outermost] if is_part and outermost is not None else frame.modules())
     weights = [(inputs.nodes[i], inputs.tensors[i]) for i in inputs.weights]
     names = (
         None
@@ -162,7 +166,7 @@ def _quantizes(
             node.name
             for path, end in ends.items()
             for node, tensor in weights  # a fake tensor if the graph is only explained
-            if tensor is end or input_path(node, frame) == path
+            if tensor is end or (not is_part and input_path(node, frame) == path)
         )
     )
     return QuantizeProducts(policy, tuple(node.name for node, _ in weights), names)

@@ -138,6 +138,17 @@ def running_modules() -> tuple[ModulePaths, list[nn.Module]]:
     return paths, modules
 
 
+def outermost_module() -> nn.Module | None:
+    """Returns the outermost module that is being called, inside or outside of compiled code."""
+    found: nn.Module | None = None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            found = original(frame.f_locals["self"])
+        frame = frame.f_back
+    return found
+
+
 def _add_called(paths: ModulePaths, modules: list[nn.Module]) -> None:
     """Adds the outermost called module, unless a variable of the program holds it."""
     if modules:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import amp_fx
 from amp_fx import stats
-from tests.distributed.nets import NUM_MICRO, NUM_UPDATES, OPTIONS, batch, make_net, train
+from tests.distributed.nets import NUM_MICRO, NUM_UPDATES, OPTIONS, Net, batch, make_net, train
 
 PRESET = "float8-rowwise"
 LOW = torch.bfloat16
@@ -23,11 +23,15 @@ GATHERS = {
 region = functools.partial(amp_fx.autocast, "cpu", policy=PRESET)
 
 
-def sharded(gathers: str, *, is_compiled: bool) -> nn.Module:
-    model = make_net()
+def compile_blocks(model: Net) -> None:
     for block in model.blocks:
-        if is_compiled:
-            block.compile(backend="amp_fx", options={**OPTIONS, "policy": PRESET})
+        block.compile(backend="amp_fx", options={**OPTIONS, "policy": PRESET})
+
+
+def sharded(gathers: str) -> nn.Module:
+    model = make_net()
+    compile_blocks(model)
+    for block in model.blocks:
         fully_shard(block, mp_policy=GATHERS[gathers])
     fully_shard(model, mp_policy=GATHERS[gathers])
     return model
@@ -36,6 +40,7 @@ def sharded(gathers: str, *, is_compiled: bool) -> nn.Module:
 def whole(gathers: str) -> tuple[list[list[float]], list[torch.Tensor]]:
     """Losses by rank, and weights, of one process that has all batches and all weights."""
     model = make_net()
+    compile_blocks(model)
     weights = list(model.parameters())
     optimizer = torch.optim.AdamW(weights, lr=1e-2)
     losses: list[list[float]] = [[], []]
@@ -52,10 +57,11 @@ def whole(gathers: str) -> tuple[list[list[float]], list[torch.Tensor]]:
     return losses, [weight.detach() for weight in weights]
 
 
-def _gradients(model: nn.Module, gathers: str, pair: Any) -> tuple[float, Any]:
+def _gradients(model: Net, gathers: str, pair: Any) -> tuple[float, Any]:
     x, y = pair
     if gathers == "bfloat16":
         model, x = copy.deepcopy(model).to(LOW), x.to(LOW)
+        compile_blocks(model)  # a copy is not compiled
     with region():
         loss = nn.functional.mse_loss(model(x).float(), y)
     return loss.item(), torch.autograd.grad(loss, list(model.parameters()))
@@ -66,19 +72,18 @@ def float8_fsdp2(rank: int) -> Any:
     found: dict[Any, Any] = {}
     for gathers in GATHERS:
         losses, weights = whole(gathers)
-        for is_compiled in (False, True):
-            torch._dynamo.reset()
-            before = stats.snapshot()
-            model: Any = sharded(gathers, is_compiled=is_compiled)
-            mine = train(model, rank, context=region)
-            done = stats.snapshot()
-            done.subtract(before)
-            full = [p.full_tensor().detach() for p in model.parameters()]
-            found[gathers, is_compiled] = (
-                mine == losses[rank],
-                all(map(torch.equal, full, weights)),
-                done["products_in_float8"],
-            )
+        torch._dynamo.reset()
+        before = stats.snapshot()
+        model: Any = sharded(gathers)
+        mine = train(model, rank, context=region)
+        done = stats.snapshot()
+        done.subtract(before)
+        full = [p.full_tensor().detach() for p in model.parameters()]
+        found[gathers] = (
+            mine == losses[rank],
+            all(map(torch.equal, full, weights)),
+            done["products_in_float8"],
+        )
     with torch.autocast("cpu", LOW):
         plain = train(make_net(), rank)
     found["plain"] = plain != losses[rank]

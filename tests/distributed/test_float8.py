@@ -24,14 +24,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 
 
 @pytest.mark.parametrize("gathers", ["float32", "bfloat16"])
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
-def test_fsdp2_has_the_numbers_of_one_process(
-    ranks: Ranks, gathers: str, is_compiled: bool
-) -> None:
+def test_fsdp2_has_the_numbers_of_one_process(ranks: Ranks, gathers: str) -> None:
     for rank in ranks:
         found = rank["float8_fsdp2"]
-        same_losses, same_weights, num_products = found[gathers, is_compiled]
+        same_losses, same_weights, num_products = found[gathers]
         assert same_losses
         assert same_weights
-        assert (num_products > 0) is is_compiled
+        assert num_products > 0
         assert found["plain"], "float8 has other numbers than bfloat16"
