@@ -159,7 +159,7 @@ def test_blocks_are_those_of_the_template(kernel: FewRowsKernel) -> None:
         (True, False, 2**30, 8),
         (True, False, 2**15, 16),
         (False, False, 2**30, 4),
-        (False, False, 2**15, 64),
+        (False, False, 2**12, 64),
         (False, True, 2**30, 32),
         (False, True, 2**18, 64),
         (False, True, 1, MAX_ROWS),

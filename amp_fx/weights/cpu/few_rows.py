@@ -27,7 +27,7 @@ class RowLimits:
 
 
 WITHOUT_UNITS = RowLimits(8, 2**19)
-WITH_UNITS = RowLimits(4, 2**21)
+WITH_UNITS = RowLimits(4, 2**18)
 WITH_AMX = RowLimits(32, 2**24)
 MAX_ROWS = 128
 """No weight is so small that the template is faster for many more rows."""
