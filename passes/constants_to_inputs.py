@@ -109,7 +109,7 @@ def _read_by(
     return read
 
 
-_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 def _looks_up_constants(user: fx.Node) -> bool:
@@ -122,4 +122,4 @@ def _looks_up_constants(user: fx.Node) -> bool:
 
     if str(user.target).startswith("onednn."):  # an op, or an op without its overload
         return True
-    return user.target in _PRODUCTS and (config.max_autotune or config.max_autotune_gemm)
+    return user.target in PRODUCTS and (config.max_autotune or config.max_autotune_gemm)

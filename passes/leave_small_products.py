@@ -22,14 +22,13 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.sizes import num_elements
 from amp_fx.passes.base import PassResult
-from amp_fx.passes.constants_to_inputs import move_to_inputs
+from amp_fx.passes.constants_to_inputs import PRODUCTS, move_to_inputs
 
 if TYPE_CHECKING:
+    import torch
     from torch import fx
 
     from amp_fx.weights.pack import Constants
@@ -57,7 +56,7 @@ class LeaveSmallProducts:
 
 def _is_small_product(node: fx.Node) -> bool:
     """Returns True for a product that ATen computes without oneDNN."""
-    if node.target not in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+    if node.target not in PRODUCTS:
         return False
     weight: torch.Tensor = VALUE.of(node.all_input_nodes[-1])
     # Rows that are symbolic count as in the call that is being compiled.

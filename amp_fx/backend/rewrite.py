@@ -32,7 +32,7 @@ from amp_fx.regions.module_stack import (
     ends_at_graph_break,
     guard_modules,
     linear_ends,
-    outermost_module,
+    whole_model,
 )
 from amp_fx.regions.policy_numbers import pin
 from amp_fx.regions.state import AutocastState, in_disabled_region, no_autocast
@@ -154,10 +154,10 @@ def _quantizes(
     has_regions = bool(gm.graph.find_nodes(op="call_function", target=enter_autocast))
     if not policy.resolver.has_float8 and not has_regions:
         return None
-    # If the blocks of a model are compiled one by one, as for FSDP2, the ends are the model's.
-    outermost = outermost_module()
-    is_part = outermost is not None and frame.root not in (None, outermost)
-    ends = linear_ends([outermost] if is_part and outermost is not None else frame.modules())
+    modules = whole_model(frame)
+    # Paths of the ends begin at the whole model, and those of inputs at the compiled module.
+    is_part = modules != frame.modules()
+    ends = linear_ends(modules)
     weights = [(inputs.nodes[i], inputs.tensors[i]) for i in inputs.weights]
     names = (
         None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import sys
+import traceback
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -138,15 +139,16 @@ def running_modules() -> tuple[ModulePaths, list[nn.Module]]:
     return paths, modules
 
 
-def outermost_module() -> nn.Module | None:
-    """Returns the outermost module that is being called, inside or outside of compiled code."""
-    found: nn.Module | None = None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _CALL:
-            found = original(frame.f_locals["self"])
-        frame = frame.f_back
-    return found
+def whole_model(frame: CompileFrame) -> tuple[nn.Module, ...]:
+    """Returns the root modules of the program, or the model whose call runs the compiled module.
+
+    The two differ if the blocks of a model are compiled one by one, as for FSDP2.
+    """
+    called = [each for each, _ in traceback.walk_stack(None) if each.f_code is _CALL]
+    if frame.root is None or not called:
+        return frame.modules()
+    outermost = original(called[-1].f_locals["self"])
+    return frame.modules() if outermost is frame.root else (outermost,)
 
 
 def _add_called(paths: ModulePaths, modules: list[nn.Module]) -> None:
