@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
 import random
 import sys
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,12 @@ def random_states(*accelerators: str) -> Callable[[], None]:
             each()
 
     return restore
+
+
+def host_random_state() -> bytes:
+    """Returns the state of Python's and NumPy's global generators, which each draw changes."""
+    numpy: Any = sys.modules.get("numpy")
+    return pickle.dumps((random.getstate(), numpy and numpy.random.get_state()))
 
 
 @contextlib.contextmanager

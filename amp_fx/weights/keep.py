@@ -13,6 +13,7 @@ import torch
 
 from amp_fx.errors import OptionError
 from amp_fx.policies.calls import bind, written_arguments
+from amp_fx.random_states import host_random_state
 from amp_fx.torch_private.autograd import temporarily_clear_interpreter_stack
 from amp_fx.torch_private.modes import TorchDispatchMode, no_dispatch_modes
 from amp_fx.torch_private.pytree import tree_leaves
@@ -248,14 +249,17 @@ def keep(fn: Callable[..., Value], *weights: torch.Tensor, verify: str = "sample
         A callable that returns the value. Its first call runs ``fn``.
 
     Raises:
-        OptionError: No weight was passed, or a weight is not a strided tensor with data. Raised by
-            the first call if ``fn`` returns anything but tensors, a tensor that requires a
-            gradient, or a view of a weight; if it writes to a weight; if it reads a tensor that is
-            not among the weights; or if it draws random numbers without a generator of its own.
+        OptionError: ``fn`` is no function, no weight was passed, or a weight is not a strided
+            tensor with data. Raised by the first call if ``fn`` returns anything but tensors, a
+            tensor that requires a gradient, or a view of a weight; if it writes to a weight; if it
+            reads a tensor that is not among the weights; or if it draws random numbers without a
+            generator of its own.
         ValueError: ``verify`` is not one of the three values.
     """
     if verify not in ("sample", "full", "off"):
         raise ValueError(f"verify must be 'sample', 'full' or 'off', got {verify!r}")
+    if not callable(fn):
+        raise OptionError(f"amp_fx.keep expects a function of the weights, got {fn!r}")
     if not weights:
         raise OptionError("amp_fx.keep needs at least one weight: pass it after the function")
     for weight in weights:
@@ -351,6 +355,13 @@ class _Computed:
                 )
 
 
+_DRAWS = (
+    "draws random numbers, so its value would change with each write to a weight: draw them before "
+    "and pass them to amp_fx.keep as a weight, or draw them with a generator that the function "
+    "creates and seeds"
+)
+
+
 class _Checking(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises for writes to the weights, other existing tensors that are read, and random ops."""
 
@@ -359,6 +370,7 @@ class _Checking(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._name = name
         self._weights = {_identity(weight) for weight in weights}
         self._allowed = {0, *self._weights}
+        self._random_state = host_random_state()
         self._results: list[torch.Tensor] = []  # referenced so that identities are not reused
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -374,11 +386,7 @@ class _Checking(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
         arguments = bind(func, args, kwargs or {})
         if torch.Tag.nondeterministic_seeded in func.tags and arguments.get("generator") is None:
-            raise OptionError(
-                f"{self._name} draws random numbers, so its value would change with each write to "
-                "a weight: draw them before and pass them to amp_fx.keep as a weight, or draw them "
-                "with a generator that the function creates and seeds"
-            )
+            raise OptionError(f"{self._name} {_DRAWS}")
         for value in tree_leaves([arguments.get(name) for name in written_arguments(func)]):
             if isinstance(value, torch.Tensor) and _identity(value) in self._weights:
                 raise OptionError(f"{self._name} writes to a weight: clone it first")
@@ -390,7 +398,12 @@ class _Checking(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def check_computed(self, value: Value) -> None:
-        """Raises if the function returned a tensor that it did not compute, such as a global."""
+        """Raises if the function returned a tensor that it did not compute, such as a global.
+
+        Also raises if it drew numbers from Python's or NumPy's global generator.
+        """
+        if host_random_state() != self._random_state:
+            raise OptionError(f"{self._name} {_DRAWS}")
         for output in value if isinstance(value, tuple) else (value,):
             if _identity(output) not in self._allowed:
                 raise OptionError(

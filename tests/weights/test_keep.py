@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import pickle
+import random
 import re
 import threading
 import time
@@ -388,6 +389,8 @@ BAD: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "drops": (lambda w: functional.dropout(w, 0.5), "draws random numbers"),
     "draws by weights": (lambda w: w.abs().multinomial(2), "draws random numbers"),
     "draws by chance": (lambda w: w.sigmoid().bernoulli() * 1.0, "draws random numbers"),
+    "draws in Python": (lambda w: w * random.random(), "draws random numbers"),
+    "draws in NumPy": (lambda w: w * float(np.random.rand()), "draws random numbers"),
     "writes the weight": (writes_weight, "writes to a weight"),
     "writes a view": (lambda w: w[0].fill_(1) + 1, "writes to a weight"),
     "writes by a list op": (lambda w: (torch._foreach_mul_([w], 2.0), w + 1)[1], "writes to a"),
@@ -584,6 +587,8 @@ def test_a_function_may_be_compiled_or_use_numpy_or_constants() -> None:
 def test_what_is_no_weight_is_refused_at_once() -> None:
     with pytest.raises(OptionError, match="needs at least one weight"):
         amp_fx.keep(doubled)
+    with pytest.raises(OptionError, match="expects a function of the weights, got 3"):
+        amp_fx.keep(3, weight())  # type: ignore[arg-type]
     for bad in (None, 1.0, nn.Linear(2, 2), [weight()]):
         with pytest.raises(OptionError, match=f"weights must be tensors, got {type(bad).__name__}"):
             amp_fx.keep(doubled, bad)  # type: ignore[arg-type]
