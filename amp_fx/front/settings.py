@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from amp_fx.regions.state import autocast_device_types
 from amp_fx.torch_private import pytree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
     from contextlib import AbstractContextManager
 
     from amp_fx.policies.policy import Policy
@@ -71,6 +72,8 @@ class RegionSettings:
         def in_region(*args: Any, **kwargs: Any) -> Any:
             with self.region(module, args, kwargs):
                 outputs = call(*args, **kwargs)
+            if isinstance(outputs, types.GeneratorType):
+                return self._resumed(outputs, module, args, kwargs)
             return self.restored(outputs, (args, kwargs))
 
         for name in [n for n in in_region.__dict__ if n.startswith("_torchdynamo")]:
@@ -78,6 +81,24 @@ class RegionSettings:
             del in_region.__dict__[name]
         in_region.__dict__.pop("get_compiler_config", None)  # torch.compile refuses what has it
         return in_region
+
+    def _resumed(
+        self,
+        generator: Generator[Any, Any, Any],
+        module: torch.nn.Module | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Generator[Any, Any, Any]:
+        """Yields the items of a generator, and enters the region each time it resumes."""
+        sent = None
+        while True:
+            # The region must not be active while the caller uses an item.
+            with self.region(module, args, kwargs):
+                try:
+                    item = generator.send(sent)
+                except StopIteration as end:
+                    return end.value
+            sent = yield self.restored(item, (args, kwargs))
 
     def restored(self, outputs: Any, inputs: Any) -> Any:
         """Applies ``output_dtype`` to outputs of a call, except inputs that are returned."""

@@ -571,3 +571,33 @@ def test_repr_tells_the_policy_and_what_is_cached() -> None:
     assert "cached=32 bytes" in repr(compiled)  # 16 numbers in bfloat16
     assert "(0): Linear" in repr(compiled)
     assert "policy=default, dtype=default" in repr(amp_fx.compile(model))
+
+
+class Generates(nn.Module):
+    """Generator: Dynamo does not compile it, and its code runs after the call has returned."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        sent = yield x @ x.t()
+        return (x @ x.t()) * sent
+
+
+def drain(generator: Any) -> tuple[list[torch.Tensor], bool]:
+    """Returns the two results of a generator, and whether autocast is on for its caller."""
+    first = next(generator)
+    is_on_outside = torch.is_autocast_enabled("cpu")
+    with pytest.raises(StopIteration) as end:
+        generator.send(2.0)
+    return [first, end.value.value], is_on_outside
+
+
+@pytest.mark.parametrize("program", [Generates(), Generates().forward], ids=["module", "function"])
+@pytest.mark.parametrize("output_dtype", ["autocast", "original"])
+def test_generators_resume_in_the_region(program: Any, output_dtype: str) -> None:
+    x = torch.randn(4, 4)
+    with torch.autocast("cpu", bf16):
+        expected, _ = drain(program(x))
+    results, is_on_outside = drain(amp_fx.compile(program, output_dtype=output_dtype, **EAGER)(x))
+    assert not is_on_outside
+    for result, like in zip(results, expected, strict=True):
+        assert torch.equal(result.to(bf16), like)
+    assert results[0].dtype == (bf16 if output_dtype == "autocast" else f32)
