@@ -22,7 +22,7 @@ test: lint
 # Lint, types and some tests of every part, in three minutes: what to run between two edits.
 CHECK := tables policies/test_calls.py policies/test_policy.py eager/test_region.py graphs/test_decompose.py \
 	graphs/test_checker.py passes/test_insert_casts.py passes/test_fold_casts.py passes/test_hoist_casts.py \
-	passes/test_wrap_opaque_nodes.py weights/test_sharing.py weights/test_shared_values.py \
+	passes/test_wrap_opaque_nodes.py weights/test_sharing.py \
 	weights/test_write_signals.py weights/test_gradients.py test_backend.py \
 	test_pipeline.py test_fallback.py test_after_autograd.py test_options.py test_layout.py \
 	grad_scaler/test_parity.py grad_scaler/test_clip.py \

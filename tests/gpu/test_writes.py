@@ -237,8 +237,8 @@ def test_casts_are_kept_at_all() -> None:
 @ON_A_GPU
 def test_threads_call_and_write_one_model() -> None:
     """Runs the program that compares every result, and exits with 1 if one is wrong."""
-    program = ["-X", "faulthandler", "-m", "tests.weights.stress_program"]
-    arguments = ["data", "--seconds", "6", "--device", "cuda"]
+    program = ["-X", "faulthandler", "-m", "tests.gpu.stress_program"]
+    arguments = ["--seconds", "6", "--device", "cuda"]
     command = [sys.executable, *program, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.stdout}{done.stderr[-6000:]}"

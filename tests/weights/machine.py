@@ -8,11 +8,14 @@ hundred calls.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import gc
+import itertools
 import os
 import signal
+import sys
 import threading
 import time
 import types
@@ -55,11 +58,26 @@ happen.register_autograd(lambda _, grad: grad)
 PROGRAMS: dict[str, Program] = {}
 """Functions of a ``Net`` and a batch, which use its weights in different ways."""
 
-SAVES_WEIGHTS = {"computed", "two precisions", "results", "exponents"}
-"""Programs whose backward, in eager code, refuses to run after a write to a weight."""
+SAVES_WEIGHTS = {"computed", "two precisions", "results", "exponents", "elements", "tied"}
+SAVES_WEIGHTS |= {"bodies", "checkpoints"}
+"""Programs whose backward, in eager code, refuses to run after a write, or reads new weights."""
 
-ROUNDED_ONCE = {"twice", "bodies", "two precisions", "exponents"}
+ROUNDED_ONCE = {
+    "twice",
+    "bodies",
+    "checkpoints",
+    "two precisions",
+    "exponents",
+    "elements",
+    "writing",
+}
 """Programs whose fused ops inductor rounds in another way, unless ``numerics="eager"``."""
+
+RECOMPUTED = ("weight_norm",)
+"""Prepared writes whose value is computed in each call: its kernel takes pointers for writing."""
+
+WRITING = "writing"
+"""The program that writes to its own weights: called without gradients, and by one thread."""
 
 
 def _program(name: str) -> Callable[[Program], Program]:
@@ -94,6 +112,19 @@ def computed(net: Net, x: torch.Tensor) -> Any:
     return functional.linear(net.b(x), net.a.weight * net.b.weight), net.a.bias * 3
 
 
+@_program("checkpoints")
+def checkpoints(net: Net, x: torch.Tensor) -> Any:
+    """A checkpoint inside another."""
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(net.b(x))
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return net.a(net.a(checkpoint(inner, x, use_reentrant=False)))  # type: ignore[no-any-return]
+
+    return torch.tanh(checkpoint(outer, x, use_reentrant=False))
+
+
 @_program("bodies")
 def bodies(net: Net, x: torch.Tensor) -> Any:
     """A checkpoint, and branches that share a weight (eager code casts a weight once for all)."""
@@ -106,10 +137,43 @@ def bodies(net: Net, x: torch.Tensor) -> Any:
 
 @_program("results")
 def results(net: Net, x: torch.Tensor) -> Any:
-    """Results that are weights, views of weights, or values that could be cached."""
-    weight = net.a.weight
+    """Results that are weights, views of weights, constants, or values that could be cached."""
+    weight, edges = net.a.weight, torch.tensor([-0.5, 0.0, 0.5])
     values = weight.bfloat16(), weight.bfloat16().view(-1)[2:], weight * 2, net.a.bias + 0
-    return functional.linear(x, weight), weight, weight[1:].t(), *values
+    squares = [weight @ weight, torch.diagonal(weight @ weight)]
+    constants = {
+        "edges": edges,
+        "of": torch.bucketize(x, edges),
+        "joined": torch.cat([edges, x[0]]),
+    }
+    dropped = functional.dropout(functional.linear(x, weight), training=False)
+    largest = weight.max(dim=1).values
+    return dropped, weight, weight[1:].t(), *values, squares, constants, largest
+
+
+@_program("tied")
+def tied(net: Net, x: torch.Tensor) -> Any:
+    """An embedding that is the output projection as well: read in float32 and in a low dtype."""
+    tokens = torch.arange(len(x))
+    return functional.linear(functional.embedding(tokens, net.b.weight) + net.a(x), net.b.weight)
+
+
+@_program("elements")
+def elements(net: Net, x: torch.Tensor) -> Any:
+    """Rows of weights in fused ops, and products with views of computed values."""
+    a, b = net.a.weight, net.b.weight
+    norm = functional.layer_norm(x, (SIZE,), a[0], b[1])
+    products = x @ (a * b).t(), functional.linear(x, a.tanh())
+    return norm, *products, x.sin() * a[1] + b[0], (a * b)[1:3], torch.cat([a])
+
+
+@_program(WRITING)
+def writing(net: Net, x: torch.Tensor) -> Any:
+    """Writes to a weight that was read before, and to a part of one that is read afterwards."""
+    y = net.a(x)
+    net.a.weight.data.neg_()
+    net.b.weight.detach()[1:].neg_()
+    return net.b(y), functional.linear(x, net.a.weight), net.b.weight.sum()
 
 
 @_program("exponents")
@@ -117,6 +181,7 @@ def exponents(net: Net, x: torch.Tensor) -> Any:
     """Values that the backward reads, and a convolution, in which kernels add in place."""
     value = net.a.weight.exp() * net.b.weight
     images = x.tanh().mean(0).expand(SIZE, SIZE).reshape(1, 1, SIZE, SIZE)
+    images = images.contiguous(memory_format=torch.channels_last)
     kernel = net.b.weight.flatten()[:9].reshape(1, 1, 3, 3)
     with torch.autocast("cpu", enabled=False):
         added = functional.conv2d(images, kernel, padding=1) + value.view(1, 1, SIZE, SIZE)
@@ -135,6 +200,7 @@ class Way:
         dtype: The low dtype.
         is_trained: Whether calls record gradients.
         is_inference: Whether calls run in inference mode.
+        is_ambient: Whether calls run inside a region, which gives outputs their dtypes.
         options: Further options of the backend.
     """
 
@@ -142,6 +208,7 @@ class Way:
     dtype: torch.dtype = torch.bfloat16
     is_trained: bool = False
     is_inference: bool = False
+    is_ambient: bool = False
     options: tuple[tuple[str, Any], ...] = ()
 
 
@@ -150,6 +217,7 @@ WAYS: dict[str, Way] = {
     "train": Way(is_trained=True),
     "float16": Way(dtype=torch.float16),
     "inference": Way(is_inference=True),
+    "ambient": Way(is_trained=True, is_ambient=True),
     "packed": Way("inductor"),
     "frozen": Way("inductor", options=(("numerics", "eager"),)),
     "kept": Way("inductor", options=(("freezing", False), ("numerics", "eager"))),
@@ -224,6 +292,15 @@ def swap_tensors(model: nn.Module, new: dict[str, torch.Tensor]) -> None:
     for name, weight in new.items():
         swap: Any = torch.utils.swap_tensors
         swap(model.get_parameter(name), nn.Parameter(weight))
+
+
+@_road
+def converted_by_swaps(model: nn.Module, new: dict[str, torch.Tensor]) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        converted(model, new)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 @_road
@@ -358,7 +435,7 @@ class Session:
         self.pending: list[tuple[Any, ...]] = []
         self.keeps: dict[tuple[int, ...], Any] = {}
         self.clones: list[torch.Tensor] = []
-        self.is_cached = not set(prepared) & {*NEVER_KEPT}
+        self.is_cached = program != WRITING and not {*prepared} & {*NEVER_KEPT, *RECOMPUTED}
         weight_cache.set_limit(None)
 
     def _new_pair(self) -> tuple[Side, Side]:
@@ -401,8 +478,7 @@ class Session:
         way = self._way(name)
         x = inputs().to(net.a.weight.dtype)
         outs = self._call_compiled(way, net, x)
-        with torch.set_grad_enabled(way.is_trained), torch.autocast("cpu", way.dtype):
-            expected = tree_leaves(PROGRAMS[self.program](twin, x))
+        expected = self._expected(way, twin, x)
         # Eager code: the output dtype of a compiled program without a region is float32.
         expected = [e.to(out.dtype) for e, out in zip(expected, outs, strict=True)]
         gradients = _gradients_of([(outs, net), (expected, twin)]) if way.is_trained else None
@@ -410,11 +486,19 @@ class Session:
 
     def _way(self, name: str) -> Way:
         is_exact = name != "packed" or self.program not in ROUNDED_ONCE
-        return WAYS[name if is_exact else "frozen"]
+        way = WAYS[name if is_exact else "frozen"]
+        return dataclasses.replace(way, is_trained=way.is_trained and self.program != WRITING)
+
+    def _expected(self, way: Way, twin: Net, x: torch.Tensor) -> list[torch.Tensor]:
+        # Eager autocast's cache of casts would hide a write by the program itself.
+        region = torch.autocast("cpu", way.dtype, cache_enabled=self.program != WRITING)
+        with torch.set_grad_enabled(way.is_trained), region:
+            return tree_leaves(PROGRAMS[self.program](twin, x))
 
     def _call_compiled(self, way: Way, net: Net, x: torch.Tensor) -> list[torch.Tensor]:
         mode = torch.inference_mode if way.is_inference else torch.set_grad_enabled
-        with mode(way.is_inference or way.is_trained):
+        region = torch.autocast("cpu", way.dtype) if way.is_ambient else contextlib.nullcontext()
+        with mode(way.is_inference or way.is_trained), region:
             return tree_leaves(compiled(self.program, way, self.verify)(net, x))
 
     def _kept(self, net: Net) -> list[torch.Tensor]:
@@ -428,7 +512,8 @@ class Session:
 
     def forward(self, name: str) -> None:
         """Calls the model; the gradients are computed later."""
-        if not self.pending and self.program not in SAVES_WEIGHTS and WAYS[name].is_trained:
+        is_trained = name != KEEP and self._way(name).is_trained
+        if not self.pending and self.program not in SAVES_WEIGHTS and is_trained:
             self.pending.append(self._called(name))
 
     def backward(self) -> None:
@@ -452,23 +537,83 @@ class Session:
 
     def together(self, *names: str) -> None:
         """Calls in several threads at once, which all see the latest weights."""
-        results: dict[int, Any] = {}
-        names = tuple(name for name in names if name != KEEP and not WAYS[name].is_trained)
-        start = threading.Barrier(len(names)) if names else None
+        names = self._for_threads(names)
+        results = self._call_in_threads(names, 2)
+        for name, outs in zip(names, results, strict=True):
+            _assert_one_of(outs, [self._now(name)])
 
-        def job(i: int, name: str) -> None:
-            assert start is not None
+    def race(self, step: Step, *names: str) -> None:
+        """Calls in several threads during another step; later calls see the last write."""
+        names = self._for_threads(names)
+        self.is_cached = False  # for a while, another thread may be in the middle of a write
+        possible = {name: [self._now(name)] for name in names}
+        name, *args = step
+        results = self._call_in_threads(names, 10, lambda: getattr(self, name)(*args), 10)
+        for way, outs in zip(names, results, strict=True):
+            if name != "write":
+                _assert_one_of(outs, possible[way])
+
+    def race_moves(self, *names: str) -> None:
+        """Calls in threads while a weight moves: each result belongs to one of its storages."""
+        if self.program != "layers":
+            return  # where a weight is read twice, a call may see two of its storages
+        names = self._for_threads(names)
+        self.is_cached = False
+        versions = itertools.cycle((1, 2, 0))
+        possible: dict[str, list[Any]] = {name: [self._now(name)] for name in names}
+
+        def move() -> None:
+            self.pairs[0][0].move("data", "a", next(versions), False)
+
+        for version in (1, 2, 0):  # both models end at the first storage
+            self.pairs[0][1].move("data", "a", version, False)
+            for name in names:
+                possible[name].append(self._now(name))
+        results = self._call_in_threads(names, 10, move, 12)
+        for name, outs in zip(names, results, strict=True):
+            _assert_one_of(outs, possible[name])
+
+    def _for_threads(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Returns the ways that threads can go at once."""
+        if self.program == WRITING or self.net.a.weight.dtype != torch.float32:
+            return ()
+        return tuple(name for name in names if name != KEEP and not WAYS[name].is_trained)
+
+    def _call_in_threads(
+        self,
+        names: Sequence[str],
+        num_calls: int,
+        disturb: Callable[[], Any] = lambda: None,
+        num_times: int = 0,
+    ) -> list[list[Any]]:
+        """Returns the results of each way, whose calls run in a thread of its own."""
+        results: list[list[Any]] = [[] for _ in names]
+        start = threading.Barrier(len(names) + 1)
+
+        def job(name: str, outs: list[Any]) -> None:
             start.wait(30)
-            results[i] = [
-                self._call_compiled(self._way(name), self.net, inputs()) for _ in range(2)
+            outs += [
+                self._call_compiled(self._way(name), self.net, inputs()) for _ in range(num_calls)
             ]
 
-        run_all(*(functools.partial(job, i, name) for i, name in enumerate(names)))
-        for i, name in enumerate(names):
-            with torch.no_grad(), torch.autocast("cpu", WAYS[name].dtype):
-                expected = tree_leaves(PROGRAMS[self.program](self.pairs[0][1].net, inputs()))
-            for outs in results[i]:
-                assert_same(outs, [e.to(o.dtype) for e, o in zip(expected, outs, strict=True)])
+        def disturber() -> None:
+            start.wait(30)
+            for _ in range(num_times):
+                disturb()
+                time.sleep(0)
+
+        jobs = [functools.partial(job, *each) for each in zip(names, results, strict=True)]
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-5)
+        try:
+            run_all(disturber, *jobs)
+        finally:
+            sys.setswitchinterval(interval)
+        return results
+
+    def _now(self, name: str) -> list[torch.Tensor]:
+        """Returns the current results of the twin."""
+        return self._expected(self._way(name), self.pairs[0][1].net, inputs())
 
     def settle(self, name: str) -> None:
         """Without a write, values are cached, and no call computes them again."""
@@ -487,12 +632,14 @@ class Session:
         self.num_steps += 1
         if name == "prepared":
             name = self.prepared[self.num_steps % len(self.prepared)] if self.prepared else "mul_"
+        if name == "layers_grown":
+            self.held.clear()  # PyTorch refuses a backward next to one of weights of another size
         for side in self.pairs[0]:
             side.write(name, self.num_steps)
 
     def move(self, road: str, names: str, version: int, is_new: bool) -> None:
         """Moves weights to other storages, or back to those where they were."""
-        if road == "swap_tensors" and self.pending:
+        if "swap" in road and self.pending:
             return  # PyTorch refuses tensors that a backward refers to
         self.held.clear()  # views of weights, which PyTorch refuses to swap, too
         for side in self.pairs[0]:
@@ -552,6 +699,13 @@ class Session:
         for _ in self.pairs:
             self.call(*names)
             self.turn()
+
+
+def _assert_one_of(results: list[Any], possible: list[Any]) -> None:
+    for outs in results:
+        found = [[e.to(o.dtype) for e, o in zip(each, outs, strict=True)] for each in possible]
+        if not any(all(map(torch.equal, outs, each)) for each in found):
+            assert_same(outs, found[0])
 
 
 def _gradients_of(pairs: Sequence[tuple[list[torch.Tensor], nn.Module]]) -> Any:

@@ -79,7 +79,7 @@ class Residual(nn.Module):
 
 
 @settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
     dims=st.integers(1, 3),
@@ -208,6 +208,7 @@ MODELS: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_which_norms_are_folded(name: str) -> None:
     make, number = MODELS[name]
@@ -226,6 +227,7 @@ def test_arithmetic_by_channel_is_folded() -> None:
     assert error(model, x, result) < NEAR
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "options",
     [

@@ -37,6 +37,7 @@ def run(model: Any, x: torch.Tensor, *, is_training: bool) -> list[torch.Tensor]
     return [*results, *torch.autograd.grad(loss, parameters)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_channels_last", [False, True])
 @pytest.mark.parametrize(
     ("is_training", "options"),

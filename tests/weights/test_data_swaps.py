@@ -1,33 +1,16 @@
-"""Weights that move to other storages and back: no call computes with what they left."""
+"""Storages that weights leave are freed."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-import torch
 
 from amp_fx import weight_cache
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
-from tests import needs
-from tests.weights.keeping import (
-    FROZEN,
-    WAYS,
-    Way,
-    batch,
-    check,
-    contents,
-    make_line,
-    num_alive,
-    weak,
-)
+from tests.weights.keeping import WAYS, Way, batch, check, contents, make_line, num_alive, weak
 from tests.weights.machine import ROADS
 
 pytestmark = [pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")]
 ALL_WAYS = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
-
-
-# -------------------------------------------------------------------- what was left is freed
 
 
 @ALL_WAYS
@@ -72,67 +55,3 @@ def test_two_storages_by_turns_are_all_that_lives(way: Way) -> None:
     assert num_alive(storages) <= 1
     weight_cache.clear()
     assert num_alive(storages) == 0
-
-
-# ----------------------------------------------------------------------------- swaps by torch
-
-
-@ALL_WAYS
-def test_converted_by_swaps(way: Way) -> None:
-    (model, held), x = make_line(), batch()
-    program = way.compile(model)
-    way.warm(program, x)
-    was_on = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        model.zero_grad()
-        model.double()
-        with torch.no_grad():
-            model.weight(1).mul_(-4)
-        model.float()
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(was_on)
-    held[1] = held[1] * -4
-    for _ in range(3):
-        check(way, program, held, x)
-
-
-# -------------------------------------------------------------------- frozen again, after all
-
-
-def is_kept_again(program: Any, held: list[torch.Tensor], x: torch.Tensor, num_calls: int) -> bool:
-    """Calls, and tells whether a frozen graph then keeps values that calls find."""
-    for _ in range(num_calls):
-        check(FROZEN, program, held, x)
-    before = weight_cache.stats().hits
-    for _ in range(5):
-        check(FROZEN, program, held, x)
-    stats = weight_cache.stats()
-    return bool(stats.values) and stats.hits > before
-
-
-@needs.FROZEN_GRAPHS
-def test_weights_left_alone_are_frozen_again_each_time() -> None:
-    (model, held), x = make_line(), batch()
-    program = FROZEN.compile(model)
-    for num_updates, layers in ((5, range(3)), (20, range(3)), (5, [1]), (5, [1])):
-        for _ in range(num_updates):
-            for i in layers:
-                model.weight(i).data.mul_(-1.0)
-                held[i] = -held[i]
-            check(FROZEN, program, held, x)
-        assert is_kept_again(program, held, x, 40)
-
-
-@needs.FROZEN_GRAPHS
-def test_data_replaced_at_every_eleventh_call_is_not_given_up() -> None:
-    (model, held), x = make_line(), batch()
-    program = FROZEN.compile(model)
-    FROZEN.warm(program, x)
-    for k, layers in enumerate((*8 * ([1],), *8 * (range(3),))):
-        new = {i: contents(50 + 10 * k + i) for i in layers}
-        for i, weight in new.items():
-            held[i] = weight.clone()
-        named = {f"layers.{i}.weight": weight for i, weight in new.items()}
-        ROADS[("data", "tensor_set")[k // 4 % 2]](model, named)
-        assert is_kept_again(program, held, x, 6), f"after {k + 1} replacements"

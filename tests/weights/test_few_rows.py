@@ -195,7 +195,7 @@ def test_a_product_with_an_input_is_left_alone() -> None:
     assert block_few_rows(gm) == 0
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=SHARED)
+@settings(max_examples=4, deadline=None, suppress_health_check=SHARED)
 @given(
     rows=st.sampled_from([0, 1, 3, 8, 9, 31, 32, 33, 48, 128, 129]),
     depth=st.integers(40, 130),

@@ -9,7 +9,6 @@ import torch
 
 import amp_fx
 from tests import needs
-from tests.weights.keeping import WAYS, Way, batch, check, make_line
 from tests.weights.nets import assert_same, square
 
 if TYPE_CHECKING:
@@ -88,24 +87,3 @@ def test_memory_that_cannot_be_shared_is_copied() -> None:
     clone = torch._lazy_clone(array)
     assert_same(clone, array)
     assert clone.data_ptr() != array.data_ptr()
-
-
-@needs.FROZEN_GRAPHS
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
-def test_graphs_are_right(way: Way) -> None:
-    (model, held), x = make_line(), batch()
-    program = way.compile(model)
-    way.warm(program, x)
-    clone = torch._lazy_clone(model.weight(1).detach())
-    check(way, program, held, x)
-    clone.mul_(7)
-    check(way, program, held, x)
-    for _ in range(2):
-        model.weight(1).data.mul_(-2)
-        held[1] = held[1] * -2
-        check(way, program, held, x)
-        check(way, program, held, x)
-    torch._lazy_clone(model.weight(0).detach())  # nobody holds it
-    model.weight(0).data.mul_(-2)
-    held[0] = held[0] * -2
-    check(way, program, held, x)

@@ -68,6 +68,7 @@ SAVED: dict[str, Function] = {
 """Programs whose backward reads cached values."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("numerics", [None, "eager"])
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("name", SAVED)
@@ -162,6 +163,7 @@ TIED: dict[str, Function] = {
 """Programs of two weights that share memory when they are compiled."""
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("numerics", [None, "eager"])
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("name", TIED)

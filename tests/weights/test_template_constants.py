@@ -69,6 +69,7 @@ def test_writes_are_seen(writes: list[tuple[str, int]]) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("columns", [17, 32, 100])
 def test_a_refresh_gives_the_bits_of_a_new_compilation(columns: int) -> None:
     """Compares bits with those of a new compilation, also for padded weights."""

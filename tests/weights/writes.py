@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
+import tempfile
 import threading
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 from torch.utils.dlpack import from_dlpack
 
 from tests.weights.cuda_like import alias, cuda_like
-from tests.weights.nets import SIZE, Net, make_net, random
+from tests.weights.nets import SIZE, Net, compile_amp_fx, inputs, make_net, random
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +35,7 @@ WRITES: dict[str, Write] = {}
 HARD_WRITES: dict[str, Write] = {}
 """Those whose signal is neither a request for a pointer nor another place."""
 
-NEVER_KEPT = ("numpy_backed", "buffer_backed")
+NEVER_KEPT = ("numpy_backed", "buffer_backed", "mapped_file")
 """Those to memory that PyTorch did not allocate: nothing is kept of such a weight."""
 
 SIGNALS: dict[str, list[str]] = {
@@ -193,6 +197,62 @@ def to_half_and_back(net: Net, i: int) -> None:  # noqa: ARG001
     net.a.weight.data.mul_(1.25)
 
 
+class Subclass(torch.Tensor):
+    """Tensor subclass that changes nothing."""
+
+
+@_write("place")
+def becomes_a_subclass_and_plain_again(net: Net, i: int) -> None:
+    weight = net.a.weight.detach().mul(1.5)
+    weight = weight.as_subclass(Subclass if i % 2 else torch.Tensor)
+    net.a.weight = nn.Parameter(weight)
+
+
+@_write("place")
+def to_meta_and_back(net: Net, i: int) -> None:  # noqa: ARG001
+    values = {name: value.mul(1.5) for name, value in net.state_dict().items()}
+    net.to("meta").to_empty(device="cpu")
+    net.load_state_dict(values)
+
+
+@_write("place")
+def set_to_a_part(net: Net, i: int) -> None:
+    flat = other(i, 3 * SIZE, SIZE)
+    net.a.weight.set_(flat.untyped_storage(), SIZE, (SIZE, SIZE), (SIZE, 1))
+
+
+@_write("place")
+def resized_and_written(net: Net, i: int) -> None:
+    net.a.weight.data.resize_(2 * SIZE, SIZE)
+    net.a.weight.data.resize_(SIZE, SIZE)
+    net.a.weight.data.copy_(other(i))
+
+
+@_write("storage")
+def storage_grown(net: Net, i: int) -> None:  # noqa: ARG001
+    storage = net.a.weight.untyped_storage()
+    storage.resize_(2 * storage.nbytes())
+    net.a.weight.data.mul_(1.5)
+
+
+@_write("place")
+def layers_grown(net: Net, i: int) -> None:
+    """Other sizes under the same parameters, and back."""
+    size = SIZE * (1 + i % 2)
+    net.a.weight.data, net.a.bias.data = other(i, size, SIZE), other(i, size)
+    net.b.weight.data = other(i, SIZE, size)
+
+
+@_write("place")
+def pruned_and_not(net: Net, i: int) -> None:  # noqa: ARG001
+    if prune.is_pruned(net.a):
+        prune.remove(net.a, "weight")  # type: ignore[no-untyped-call]
+        net.a.weight.data.mul_(1.5)
+    else:
+        prune.l1_unstructured(net.a, "weight", amount=0.5)  # type: ignore[no-untyped-call]
+        net.a.weight_orig.data.mul_(1.5)  # type: ignore[operator]
+
+
 @_write("storage")
 def vector_to_parameters(net: Net, i: int) -> None:
     vector = other(i, sum(p.numel() for p in net.parameters()))
@@ -334,6 +394,73 @@ def _flattened(net: Net) -> torch.Tensor:
 
 
 @_prepared("storage")
+def neighbour_of_another_model(net: Net) -> Step:
+    """A weight of each of two models lies in one buffer; both have cached values."""
+    rival, call = _compiled_rival()
+    flat = torch.cat([net.a.weight.detach(), rival.a.weight.detach()])
+    net.a.weight.data, rival.a.weight.data = flat[:SIZE], flat[SIZE:]
+
+    def step(i: int) -> None:
+        (net, rival)[i % 2].a.weight.data.mul_(-1.5)
+        call()
+
+    return step
+
+
+def _parametrized(name: str) -> None:
+    def prepare(net: Net) -> Step:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            getattr(parametrizations, name)(net.a.eval())
+
+        def step(_: int) -> None:
+            for parameter in net.a.parametrizations.weight.parameters():  # type: ignore[union-attr]
+                parameter.data.mul_(1.25)
+
+        return step
+
+    _add(name, prepare, "storage")
+
+
+for each in ("weight_norm", "orthogonal", "spectral_norm"):
+    _parametrized(each)
+
+
+@_prepared("storage")
+def partly_frozen(net: Net) -> Step:
+    net.a.requires_grad_(requires_grad=False)
+    return functools.partial(_scale, net)
+
+
+@_prepared("storage")
+def mapped_file(net: Net) -> Step:
+    with tempfile.NamedTemporaryFile() as file:
+        torch.save(make_net(3).state_dict(), file.name)
+        net.load_state_dict(torch.load(file.name, mmap=True), assign=True)
+    return functools.partial(_scale, net)
+
+
+def _scale(net: Net, _: int) -> None:
+    net.a.weight.data.mul_(1.5)
+
+
+@_prepared("place")
+def buffer(net: Net) -> Step:
+    """The weight is a buffer, which is written or replaced."""
+    weight = net.a.weight.detach().clone()
+    del net.a.weight
+    net.a.register_buffer("weight", weight)
+
+    def step(i: int) -> None:
+        if i % 2:
+            net.a.weight = other(i)
+        else:
+            net.a.weight.copy_(other(i))
+
+    return step
+
+
+@_prepared("storage")
 def numpy_backed(net: Net) -> Step:
     """Weights over a NumPy array, which is written: nothing in PyTorch sees it."""
     array = net.a.weight.detach().clone().numpy().copy()
@@ -358,20 +485,21 @@ def buffer_backed(net: Net) -> Step:
 
 @_prepared("place")
 def swapped_with_another_model(net: Net) -> Step:
-    """Two models exchange the storages of their weights; both have kept copies."""
-    from tests.weights.nets import compile_amp_fx, inputs
-
-    rival = make_net(9)
-    compiled = compile_amp_fx(rival)
-    with torch.no_grad():
-        compiled(inputs())
+    """Two models exchange the storages of their weights; both have cached values."""
+    rival, call = _compiled_rival()
 
     def step(_: int) -> None:
         net.a.weight.data, rival.a.weight.data = rival.a.weight.data, net.a.weight.data
-        with torch.no_grad():
-            compiled(inputs())
+        call()
 
     return step
+
+
+def _compiled_rival() -> tuple[Net, Callable[[], Any]]:
+    rival = make_net(9)
+    compiled = torch.no_grad()(compile_amp_fx(rival))
+    compiled(inputs())
+    return rival, lambda: compiled(inputs())
 
 
 @_prepared("storage")
@@ -450,13 +578,39 @@ def optimizer_with_a_kernel_of_its_own(net: Net) -> Step:
     return lambda _: optimizer.step()
 
 
+def _taken_before(name: str, alias_of: Callable[[torch.Tensor], Any]) -> None:
+    """Registers a write through an alias from before the first call."""
+
+    def prepare(net: Net) -> Step:
+        alias = alias_of(net.a.weight.detach())
+
+        def step(_: int) -> None:
+            alias.__imul__(1.5)
+
+        return step
+
+    _add(name, prepare, "sample")
+
+
+def _array_of(weight: torch.Tensor) -> Any:
+    pointer = ctypes.cast(weight.data_ptr(), ctypes.POINTER(ctypes.c_float))
+    return np.ctypeslib.as_array(pointer, (weight.numel(),))
+
+
+_taken_before("array_taken_before", torch.Tensor.numpy)
+_taken_before("dlpack_taken_before", from_dlpack)
+_taken_before("pointer_taken_before", _array_of)
+
+
 @_prepared("sample")
-def array_taken_before(net: Net) -> Step:
-    """The array that torch hands out, from before the first call."""
-    array = net.a.weight.detach().numpy()
+def part_of_an_array(net: Net) -> Step:
+    """The weight has some elements of a larger tensor, over which there is an array."""
+    whole = random(3 * SIZE, 2 * SIZE, seed=5)
+    net.a.weight.data = whole[1::3, ::2]
+    array = whole.numpy()
 
     def step(_: int) -> None:
-        array.__imul__(1.5)
+        array[1::3] *= 1.5
 
     return step
 

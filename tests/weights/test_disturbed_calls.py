@@ -1,4 +1,4 @@
-"""Misuse of weights and programs gives right numbers or one clear error, and no crash."""
+"""Calls during which a process forks, an allocation fails, or a model is deleted."""
 
 from __future__ import annotations
 
@@ -16,160 +16,18 @@ from torch import nn
 from torch.nn import functional
 
 from amp_fx import weight_cache
+from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.weights import store
-from amp_fx.weights.watch import is_available
+from tests.distributed.spawn import run_ranks
+from tests.weights.keeping import WAYS
 from tests.weights.machine import run_all
-from tests.weights.nets import (
-    EVAL,
-    SIZE,
-    TRAIN,
-    Graph,
-    Net,
-    assert_same,
-    autocast,
-    compile_amp_fx,
-    gradients,
-    inputs,
-    make_net,
-)
+from tests.weights.nets import EVAL, SIZE, assert_same, autocast, compile_amp_fx, inputs, make_net
 from tests.weights.writes import other
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    Change = Callable[[Net], Any]
+    from collections.abc import Callable
 
 ROOT = Path(__file__).resolve().parents[2]
-ROUNDS = 200
-
-
-class Subclass(torch.Tensor):
-    """Tensor subclass that changes nothing."""
-
-
-def becomes_subclass(net: Net) -> None:
-    weight = net.a.weight.detach().mul(1.5).as_subclass(Subclass)
-    net.a.weight = nn.Parameter(weight, requires_grad=True)
-
-
-def becomes_plain_again(net: Net) -> None:
-    becomes_subclass(net)
-    net.a.weight = nn.Parameter(net.a.weight.detach().as_subclass(torch.Tensor).clone())
-
-
-def to_meta_and_back(net: Net) -> None:
-    values = {name: value.mul(1.5) for name, value in net.state_dict().items()}
-    net.to("meta").to_empty(device="cpu")
-    net.load_state_dict(values)
-
-
-def to_float64_and_back(net: Net) -> None:
-    net.double()
-    net.a.weight.data.mul_(1.5)
-    net.float()
-
-
-def storage_resized(net: Net) -> None:
-    """As sharded training frees and allocates it between layers."""
-    storage = net.a.weight.untyped_storage()
-    num_bytes = storage.nbytes()
-    storage.resize_(0)
-    storage.resize_(num_bytes)
-    net.a.weight.data.copy_(other(1))
-
-
-def storage_grown(net: Net) -> None:
-    storage = net.a.weight.untyped_storage()
-    storage.resize_(2 * storage.nbytes())
-    net.a.weight.data.mul_(1.5)
-
-
-def set_to_another(net: Net) -> None:
-    with torch.no_grad():
-        net.a.weight.set_(other(2))  # type: ignore[call-overload]
-
-
-def set_to_a_part(net: Net) -> None:
-    flat = other(3, 3 * SIZE, SIZE)
-    with torch.no_grad():
-        net.a.weight.set_(flat.untyped_storage(), SIZE, (SIZE, SIZE), (SIZE, 1))
-
-
-def resized_and_written(net: Net) -> None:
-    with torch.no_grad():
-        net.a.weight.data.resize_(2 * SIZE, SIZE)
-        net.a.weight.data.resize_(SIZE, SIZE)
-        net.a.weight.data.copy_(other(4))
-
-
-def grown_layer(net: Net) -> None:
-    """Other sizes under the same parameter."""
-    net.a.weight.data = other(5, 2 * SIZE, SIZE)
-    net.a.bias.data = other(6, 2 * SIZE)
-    net.b.weight.data = other(7, SIZE, 2 * SIZE)
-
-
-CHANGES: dict[str, Change] = {
-    f.__name__: f
-    for f in (
-        becomes_subclass,
-        becomes_plain_again,
-        to_meta_and_back,
-        to_float64_and_back,
-        storage_resized,
-        storage_grown,
-        set_to_another,
-        set_to_a_part,
-        resized_and_written,
-        grown_layer,
-    )
-}
-
-
-RESIZED = ("storage_resized", "storage_grown", "resized_and_written")
-
-
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("graph", [TRAIN, EVAL], ids=lambda graph: graph.name)
-def test_weights_that_change_what_they_are(change: str, graph: Graph) -> None:
-    if change in RESIZED and not is_available():
-        pytest.skip("torch: resizing a copy-on-write storage leaves its materializer behind")
-    net, twin = make_net(), make_net()
-    compiled = graph.compile(net)
-    for _ in range(2):
-        graph.check(compiled, net, twin)
-    for _ in range(2):
-        for model in (net, twin):
-            CHANGES[change](model)
-        for _ in range(2):
-            graph.check(compiled, net, twin)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("disturb", [weight_cache.clear, weight_cache.invalidate, gc.collect])
-def test_the_cache_is_disturbed_during_calls(disturb: Callable[[], Any]) -> None:
-    net, twin = make_net(), make_net()
-    compiled = compile_amp_fx(net)
-    expected = autocast(twin, inputs())
-    assert_same(compiled(inputs()), expected)
-    done = threading.Event()
-
-    @torch.no_grad()
-    def reader() -> None:
-        try:
-            for _ in range(ROUNDS):
-                assert_same(compiled(inputs()), expected)
-        finally:
-            done.set()
-
-    def disturber() -> None:
-        while not done.wait(0.0002):
-            disturb()
-            weight_cache.stats()
-
-    run_all(reader, reader, disturber)
-    EVAL.check(compiled, net, twin)
 
 
 @torch.no_grad()
@@ -205,6 +63,41 @@ def test_a_model_is_deleted_while_a_thread_is_inside() -> None:
 
         run_all(caller, deleter)
         assert_same(results, [expected])
+
+
+@torch.no_grad()
+def test_a_call_during_a_refresh_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight is armed again before its copy is written: no other call may trust that."""
+    net, twin = make_net(), make_net()
+    compiled = compile_amp_fx(net)
+    compiled(inputs())
+    compiled(inputs())
+    for model in (net, twin):
+        model.a.weight.data.mul_(2)
+    started, finished = threading.Event(), threading.Event()
+    original = store.STORE._recompute
+
+    def slow(*args: Any) -> Any:
+        if not started.is_set():
+            started.set()
+            finished.wait(1)
+        return original(*args)
+
+    monkeypatch.setattr(store.STORE, "_recompute", slow)
+    results: list[torch.Tensor] = []
+
+    def first() -> None:
+        with torch.no_grad():
+            results.append(compiled(inputs()))
+
+    def second() -> None:
+        assert started.wait(10)
+        with torch.no_grad():
+            results.append(compiled(inputs()))
+        finished.set()
+
+    run_all(first, second)
+    assert_same(results, [autocast(twin, inputs())] * 2)
 
 
 FORK = """
@@ -397,15 +290,6 @@ class Deep(nn.Module):
         return x
 
 
-@pytest.fixture
-def _short_switches() -> Iterator[None]:
-    """Threads take turns as often as they can."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    yield
-    sys.setswitchinterval(interval)
-
-
 @torch.no_grad()
 def test_finalizers_run_while_copies_are_made() -> None:
     """Models die in collections, of which there is one at nearly every step of a call."""
@@ -438,33 +322,6 @@ def test_finalizers_run_while_copies_are_made() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.usefixtures("_short_switches")
-def test_a_thread_drops_models_while_another_makes_copies() -> None:
-    compiled = compile_amp_fx(lambda model, x: model(x))
-    expected = autocast(Deep(SIZE), inputs())
-    models = [Deep(SIZE) for _ in range(60)]
-    for model in models:
-        compiled(model, inputs())
-    del model
-    done = threading.Event()
-
-    def dropper() -> None:
-        while models and not done.wait(0.0005):
-            models.pop()
-            weight_cache.stats()
-
-    @torch.no_grad()
-    def caller() -> None:
-        try:
-            for _ in range(30):
-                assert_same(compiled(Deep(SIZE), inputs()), expected)
-        finally:
-            done.set()
-
-    run_all(dropper, caller)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize(("module", "function"), ALLOCATING, ids=["empty_strided", "foreach_copy_"])
 def test_models_die_at_every_allocation_of_a_copy(
     module: Any, function: str, monkeypatch: pytest.MonkeyPatch
@@ -488,51 +345,9 @@ def test_models_die_at_every_allocation_of_a_copy(
     assert len(doomed) < 8, "the function is not called at all"
 
 
-def scaled(net: Net) -> None:
-    for parameter in net.parameters():
-        parameter.data.mul_(1.5)
-
-
-def swapped_average(net: Net) -> None:
-    for i, parameter in enumerate(net.parameters()):
-        parameter.data.copy_(other(i, *parameter.shape))
-
-
-def replaced_data(net: Net) -> None:
-    for parameter in net.parameters():
-        parameter.data = parameter.data * 1.5
-
-
-def listed(net: Net) -> None:
-    torch._foreach_mul_([p.data for p in net.parameters()], 1.5)
-
-
-@pytest.mark.parametrize("change", [scaled, swapped_average, replaced_data, listed])
-@pytest.mark.parametrize("second", [TRAIN, EVAL], ids=lambda graph: graph.name)
-def test_a_backward_after_another_call_on_other_weights(change: Change, second: Graph) -> None:
-    net, twin = make_net(), make_net()
-    compiled = compile_amp_fx(net, compiler="aot_eager")
-    for _ in range(2):
-        firsts = compiled(inputs()), autocast(twin, inputs())
-        for model in (net, twin):
-            change(model)
-        second.check(compiled, net, twin)
-        mine, theirs = (gradients(out, m) for out, m in zip(firsts, (net, twin), strict=True))
-        assert_same(mine, theirs)
-        second.check(compiled, net, twin)
-
-
-def test_an_average_swapped_in_and_out_between_forward_and_backward() -> None:
-    net, twin = make_net(), make_net()
-    compiled = compile_amp_fx(net, compiler="aot_eager")
-    for _ in range(2):
-        firsts = compiled(inputs()), autocast(twin, inputs())
-        kept = [p.detach().clone() for p in net.parameters()]
-        for model in (net, twin):
-            swapped_average(model)
-        EVAL.check(compiled, net, twin)
-        for model in (net, twin):
-            torch._foreach_copy_([p.data for p in model.parameters()], kept)
-        mine, theirs = (gradients(out, m) for out, m in zip(firsts, (net, twin), strict=True))
-        assert_same(mine, theirs)
-        TRAIN.check(compiled, net, twin)
+@pytest.mark.slow
+@pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")
+def test_received_while_a_call_is_under_way(tmp_path: Path) -> None:
+    """A broadcast takes the pointer, a call follows, and then the bytes come."""
+    for found in run_ranks("tests.weights.broadcast_program", tmp_path, 2):
+        assert found["received"] == {way.name: True for way in WAYS}
