@@ -107,12 +107,6 @@ def cases(exceptions: dict[str, str], fast: set[str]) -> list[Any]:
     return found
 
 
-def test_a_third_of_the_programs_run_in_each_test_run() -> None:
-    programs = {name for name, case in CASES.items() if Way.AMBIENT in case.ways}
-    assert programs >= FAST >= FAST_IN_INFERENCE
-    assert 3 * len(FAST) >= len(programs)
-
-
 def compiled(program: Any, *, options: dict[str, Any] | None = None, **kwargs: Any) -> Any:
     options = {"numerics": "eager", **(options or {})}
     return torch.compile(program, backend="amp_fx", options=options, **kwargs)
@@ -145,7 +139,7 @@ def check(name: str, context: Callable[[], Any], *, differentiate: bool) -> None
     assert found is None, found
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", cases(TRAINING | INFERENCE, FAST))
 def test_training_has_the_bits_of_eager_code(name: str) -> None:
     check(name, contextlib.nullcontext, differentiate=True)
@@ -357,7 +351,9 @@ def test_gradients_of_other_strides_than_their_inputs() -> None:
     assert all(map(torch.equal, gradients(compiled(forward)), gradients(forward)))
 
 
-def test_results_of_other_strides_than_their_inputs() -> None:
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_results_of_other_strides_than_their_inputs(*, is_transposed: bool) -> None:
     norm = nn.BatchNorm2d(8).eval()
     ops: tuple[Callable[..., Any], ...] = (
         norm,
@@ -382,11 +378,13 @@ def test_results_of_other_strides_than_their_inputs() -> None:
 
     torch.manual_seed(0)
     x = torch.randn(4, 8, 5, 6)
-    strided = x.contiguous(memory_format=torch.channels_last), x.transpose(0, 2).clone()
-    for value in strided[0], strided[1].transpose(0, 2):
-        with torch.no_grad():
-            assert all(map(torch.equal, compiled(forward)(value), forward(value)))
-        assert all(map(torch.equal, run(compiled(forward), value), run(forward, value)))
+    if is_transposed:
+        x = x.transpose(0, 2).clone().transpose(0, 2)
+    else:
+        x = x.contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        assert all(map(torch.equal, compiled(forward)(x), forward(x)))
+    assert all(map(torch.equal, run(compiled(forward), x), run(forward, x)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)

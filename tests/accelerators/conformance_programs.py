@@ -61,7 +61,7 @@ def the_state_stays() -> None:
     amp_fx.register_device(DEVICE, dtypes=LOW)
     with in_a_busy_program():
         assert amp_fx.conformance(DEVICE, "bf16").passed
-    for number in (1, 5, 20, 60, 120):
+    for number in (5, 60):
         for error in (KeyboardInterrupt, RuntimeError):
             _raise_in_call(number, error)
             with in_a_busy_program():

@@ -28,9 +28,14 @@ def programs() -> dict[str, str]:
 
 
 @needs_device
-@pytest.mark.parametrize("fault", planted_faults.PROGRAMS)
-def test_it_finds_planted_faults(fault: str, planted: dict[str, str]) -> None:
-    assert planted.get(fault, "ended its process") == ""
+@pytest.mark.parametrize("device", planted_faults.PROGRAMS)
+def test_it_finds_planted_faults(device: str, planted: dict[str, str]) -> None:
+    assert planted.get(device, "ended its process") == ""
+
+
+def test_each_fault_is_planted_once() -> None:
+    planted = [fault for faults in planted_faults.DEVICES.values() for fault in faults]
+    assert sorted(map(repr, planted)) == sorted(map(repr, planted_faults.FAULTS))
 
 
 @needs_device

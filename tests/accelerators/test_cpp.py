@@ -27,6 +27,7 @@ def failures() -> dict[str, str]:
     return failures_of("tests.accelerators.cpp_programs")
 
 
+@pytest.mark.slow  # compiling a whole table takes half a minute
 @pytest.mark.skipif(not has_cpp_compiler(), reason="needs a C++ compiler")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_in_a_process_with_that_cpp(name: str, failures: dict[str, str]) -> None:

@@ -91,6 +91,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("target", ["tensorrt", "onnxruntime"])
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("device_type", DEVICES)
@@ -164,6 +165,7 @@ WIDER: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("target", ["tensorrt", "onnxruntime"])
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("name", WIDER)
@@ -256,6 +258,7 @@ class Recurrent(nn.Module):
         return y
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "settings", [{}, {"num_layers": 2, "bidirectional": True, "batch_first": True}]
 )

@@ -53,6 +53,7 @@ def train(scaler: amp_fx.GradScaler, loss_weight: float, *, is_float16: bool = T
     return sum(losses[-30:]) / 30
 
 
+@pytest.mark.slow
 def test_float16_training_needs_the_scaler() -> None:
     """Trains without the scaler, which stalls or diverges, depending on the size of gradients."""
     guess = math.log(128)  # all characters equally likely

@@ -58,6 +58,7 @@ def options(compiler: str, dtype: torch.dtype) -> dict[str, Any]:
 SLOW_INDUCTOR = pytest.param("inductor", marks=pytest.mark.slow)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("compiler", ["aot_eager", SLOW_INDUCTOR])
 @pytest.mark.parametrize("make", NETS.values(), ids=NETS)
 def test_recurrent_networks_train(
@@ -77,6 +78,7 @@ def test_recurrent_networks_train(
 
 
 @needs.PACKING
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager", SLOW_INDUCTOR])
 @pytest.mark.parametrize("is_stored_low", [False, True])
 @pytest.mark.parametrize("name", ["lstm", "two layers, both directions", "no bias, batch first"])

@@ -235,7 +235,14 @@ def test_states_are_restored(name: str, compiler: str) -> None:
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("name", [n for n in PROGRAMS if not n.startswith(WITHOUT_BACKWARD)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name == "scan_in_scan" else [])
+        for name in PROGRAMS
+        if not name.startswith(WITHOUT_BACKWARD)
+    ],
+)
 def test_gradients(name: str) -> None:
     found = compiled(name, "aot_eager", is_trained=True)
     torch.testing.assert_close(found, in_eager(name, is_trained=True), rtol=0, atol=0)

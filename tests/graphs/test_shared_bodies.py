@@ -237,7 +237,7 @@ def dtypes_of(net: Net) -> list[torch.dtype]:
     return [y.dtype for y in (results if isinstance(results, tuple) else (results,))]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("is_trained", [False, True])
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -137,7 +137,7 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     ("name", "dtype"),
     [
         ("linears", FLOAT16),
-        ("attention", FLOAT16),
+        pytest.param("attention", FLOAT16, marks=pytest.mark.slow),
         pytest.param("batched", FLOAT16, marks=pytest.mark.slow),
         pytest.param("convolutions", FLOAT16, marks=pytest.mark.slow),
         pytest.param("linears", BFLOAT16, marks=pytest.mark.slow),
