@@ -5,6 +5,9 @@ Without an ambient region, Dynamo captures dtypes that Python code reads as floa
 the op may be low. Some ops promote, some accept mixtures on purpose (``batch_norm``), others raise,
 and a few return another dtype than their fake kernel. ``tables/mixtures.py`` lists what the real
 kernels do. Ops outside of ATen accept no mixture, because nothing is known about them.
+
+Some kernels accept no low dtype at all. A region raises there, as in eager code, but a program
+without one did not ask for low dtypes.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from amp_fx.graphs.values import RejectedMixtureError, tensors_in
 from amp_fx.policies.calls import bind, qualified_name, written_arguments
-from amp_fx.tables.mixtures import accepts, mixture_of
+from amp_fx.tables.mixtures import accepts, lacks_kernel, mixture_of
 
 if TYPE_CHECKING:
     from amp_fx.torch_private.ops import OpOverload
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 def reject_mixture(
     op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], *, needs_all_results: bool
 ) -> None:
-    """Raises if an op does not accept the dtypes of its arguments.
+    """Raises if the kernel of an op does not accept the dtypes of its arguments.
 
     Args:
         op: The op that is about to run.
@@ -38,8 +41,17 @@ def reject_mixture(
         return
     mixture = mixture_of(tensor.dtype for tensor in tensors_in(args, kwargs))
     name = qualified_name(op)
-    if mixture is None or accepts(name, mixture, needs_all_results=needs_all_results):
+    if mixture is None:
+        if not lacks_low_kernel(op, args, kwargs):
+            return
+    elif accepts(name, mixture, needs_all_results=needs_all_results):
         return
     arguments = bind(op, args, kwargs)
     written = tensors_in([arguments.get(argument) for argument in written_arguments(op)])
-    raise RejectedMixtureError(f"{name} does not accept {mixture}", written)
+    raise RejectedMixtureError(f"{name} does not accept {mixture or 'a low dtype'}", written)
+
+
+def lacks_low_kernel(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns True if a tensor of a call has a low dtype that only the fake kernel accepts."""
+    name = qualified_name(op)
+    return any(lacks_kernel(name, t.dtype, t.device.type) for t in tensors_in(args, kwargs))

@@ -9,6 +9,7 @@ import torch
 from torch.fx.node import map_aggregate, map_arg
 
 from amp_fx.graphs.metadata import OPAQUE, SITE
+from amp_fx.graphs.mixtures import lacks_low_kernel
 from amp_fx.graphs.sizes import hint, num_elements
 from amp_fx.graphs.values import (
     adopt_captured,
@@ -114,7 +115,7 @@ class RejectedTransformError(Exception):
 
 
 class MixtureRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the ops of ATen that get several floating-point dtypes."""
+    """Records the ops of ATen whose real kernels may reject the dtypes that they get."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -124,7 +125,8 @@ class MixtureRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Calls an op."""
         kwargs = kwargs or {}
         dtypes = {t.dtype for t in tensors_in(args, kwargs) if t.is_floating_point()}
-        if len(dtypes) > 1 and func.namespace == "aten":
+        is_suspect = len(dtypes) > 1 or lacks_low_kernel(func, args, kwargs)
+        if is_suspect and func.namespace == "aten":
             self.calls.append((func, args, kwargs))
         return func(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Mixtures of float32 and one low dtype that ATen's kernels accept.
+"""Mixtures of float32 and one low dtype that ATen's kernels accept, and kernels that lack a dtype.
 
 ``measured/mixtures-*.json`` contains one file per torch version, which
 ``tests/tables/measure_mixtures.py`` writes. A mixture is a string with one letter per
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from amp_fx.dtypes import is_low
+from amp_fx.dtypes import dtype_name, is_low
 from amp_fx.tables.presets import MEASURED, VERSIONS, nearest, torch_version
 
 if TYPE_CHECKING:
@@ -32,16 +32,17 @@ def mixtures_file(version: Version) -> Path:
 
 
 @functools.cache
-def _accepted() -> Mapping[str, Mapping[str, list[str]]]:
+def _measured() -> Mapping[str, Mapping[str, list[str]]]:
     """Returns the mixtures of each op by what the real kernel returns.
 
     ``"all"`` lists mixtures for which all results are as the fake kernel promises, ``"first"``
-    those for which at least the first result is.
+    those for which at least the first result is. ``"raises"`` lists low dtypes that only the fake
+    kernel accepts.
     """
     supported = [version for version in VERSIONS if mixtures_file(version).exists()]
     path = mixtures_file(nearest(torch_version(), supported))
-    accepted: dict[str, dict[str, list[str]]] = json.loads(path.read_text(encoding="utf-8"))
-    return accepted
+    measured: dict[str, dict[str, list[str]]] = json.loads(path.read_text(encoding="utf-8"))
+    return measured
 
 
 def mixture_of(dtypes: Iterable[torch.dtype]) -> str | None:
@@ -69,5 +70,16 @@ def accepts(op: str, mixture: str, *, needs_all_results: bool) -> bool:
     if "?" in mixture:
         return False
     names = ("all",) if needs_all_results else ("all", "first")
-    rows = [_accepted()[name].get(op, ()) for name in names]
+    rows = [_measured()[name].get(op, ()) for name in names]
     return any(mixture in row or ANY in row for row in rows)
+
+
+def lacks_kernel(op: str, dtype: torch.dtype, device_type: str) -> bool:
+    """Returns True if an op has no kernel for a low dtype, although its fake kernel accepts it.
+
+    Args:
+        op: A qualified overload name.
+        dtype: The dtype of the floating-point tensors of a call.
+        device_type: Their device type. Only kernels of the CPU were measured.
+    """
+    return device_type == "cpu" and dtype_name(dtype) in _measured()["raises"].get(op, ())

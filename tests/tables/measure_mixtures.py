@@ -4,7 +4,7 @@
 
 Runs the samples of torch's ``op_db``, and repeats each call of an ATen op with every mixture of
 float32 and a low dtype, on the CPU. A mixture is accepted if the kernel runs and returns the dtypes
-and strides that its fake kernel promises.
+and strides that its fake kernel promises. Calls in a low dtype alone show which kernels lack it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from amp_fx.dtypes import dtype_name
 from amp_fx.policies.calls import qualified_name
 from amp_fx.tables.mixtures import ANY, mixtures_file
 from amp_fx.tables.presets import torch_version
@@ -44,6 +45,7 @@ NUM_CALLS = 2
 
 ACCEPTED, RAISES, FIRST = "accepted", "raises", "accepted but for later results"
 DTYPE, STRIDES, FAKE_RAISES = "another dtype", "other strides", "only the fake kernel raises"
+REAL_RAISES = "only the real kernel raises"
 
 DEPENDS_ON_CPU = ("aten::convolution",)
 """Ops that oneDNN computes on CPUs with units for the dtype. Its kernels reject mixtures that those
@@ -60,6 +62,7 @@ class Findings:
         self.outcomes: dict[str, dict[str, Counter[str]]] = defaultdict(
             lambda: defaultdict(Counter)
         )
+        self.low_outcomes: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
         self._num_calls: Counter[Any] = Counter()
 
     def add(self, op: OpOverload, call: Arguments) -> None:
@@ -70,6 +73,7 @@ class Findings:
         if not floats or not is_dense or any(t.is_complex() for t in tensors):
             return
         key = op, tuple((min(t.dim(), 4), t.is_contiguous()) for t in floats)
+        self._add_low(key, call, len(floats))
         if self._num_calls[key] == NUM_CALLS:
             return
         uniform = "f" * len(floats)
@@ -86,11 +90,31 @@ class Findings:
                 if mixture != uniform:
                     self.outcomes[qualified_name(op)][mixture][outcome] += 1
 
-    def accepted(self) -> dict[str, dict[str, list[str]]]:
-        """Returns the content of the file: ops with the mixtures that they accept."""
+    def _add_low(self, key: tuple[OpOverload, Any], call: Arguments, num_floats: int) -> None:
+        """Measures one call in low dtypes alone, unless enough like it were."""
+        op, _ = key
+        if self._num_calls["low", key] == NUM_CALLS:
+            return
+        promised = promised_result(op, call)
+        # Kernels may accept any dtype if there is nothing to compute.
+        is_empty = promised is None or any(0 in shape for _, shape, _ in promised)
+        if is_empty or real_result(op, call) != promised:
+            return
+        self._num_calls["low", key] += 1
+        for low in (torch.bfloat16, torch.float16):
+            outcome = compare(op, with_dtypes(call, "l" * num_floats, low))
+            self.low_outcomes[qualified_name(op)][dtype_name(low)].add(outcome)
+
+    def rows(self) -> dict[str, dict[str, list[str]]]:
+        """Returns the content of the file: what the kernel of each op accepts and rejects."""
         return {
             "all": self._with(lambda outcomes: outcomes == {ACCEPTED}),
             "first": self._with(lambda outcomes: FIRST in outcomes <= {ACCEPTED, FIRST}),
+            "raises": {
+                op: dtypes
+                for op, by_dtype in sorted(self.low_outcomes.items())
+                if (dtypes := [d for d, o in sorted(by_dtype.items()) if o == {REAL_RAISES}])
+            },
         }
 
     def _with(self, is_wanted: Callable[[set[str]], bool]) -> dict[str, list[str]]:
@@ -170,7 +194,7 @@ def compare(op: OpOverload, call: Arguments) -> str:
     """Runs a call and its fake kernel, and returns the outcome."""
     promised, real = promised_result(op, call), real_result(op, call)
     if real is None:
-        return RAISES
+        return RAISES if promised is None else REAL_RAISES
     if promised is None:
         return FAKE_RAISES
     if real == promised:
@@ -239,6 +263,8 @@ OTHER_CALLS: tuple[Callable[[torch.Tensor, torch.Tensor], Any], ...] = (
     lambda x, v: torch.group_norm(x, 2, v),
     lambda x, v: torch.group_norm(x, 2, None, v),
     lambda x, v: torch.nn.functional.rms_norm(x, (4,), v),
+    lambda x, _: torch._standard_gamma(x),
+    lambda x, _: torch._sample_dirichlet(x),
     *(
         functools.partial(_batch_norm, has_weight, has_bias, has_statistics, training)
         for has_weight, has_bias, has_statistics, training in itertools.product(
@@ -296,7 +322,7 @@ def main(arguments: Sequence[str]) -> None:
     path = mixtures_file(torch_version())
     path = Path(*arguments, path.name) if arguments else path
     findings = measured()
-    path.write_text(json.dumps(findings.accepted(), indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(findings.rows(), indent=1) + "\n", encoding="utf-8")
     for op, rows in findings.differing().items():
         log.warning("%s: %s", op, rows)
 

@@ -9,7 +9,7 @@ import torch
 
 from amp_fx.graphs.decomposed_kernels import CORRECTED
 from amp_fx.policies.calls import qualified_name
-from amp_fx.tables.mixtures import accepts, mixture_of, mixtures_file
+from amp_fx.tables.mixtures import accepts, lacks_kernel, mixture_of, mixtures_file
 from amp_fx.tables.presets import installed_tables, torch_version
 from tests.parity.calls import OPS
 from tests.tables.measure_mixtures import DTYPE, measured
@@ -62,11 +62,29 @@ def test_norms_accept_float32_weights_if_only_the_first_result_is_used() -> None
     assert not accepts("aten::native_layer_norm", "fll", needs_all_results=False)
 
 
+@pytest.mark.parametrize(
+    ("op", "dtype", "device_type", "expected"),
+    [
+        ("aten::special_erfcx", bf16, "cpu", True),
+        ("aten::special_erfcx", f16, "cpu", True),
+        ("aten::special_erfcx", f32, "cpu", False),
+        ("aten::special_erfcx", bf16, "cuda", False),
+        ("aten::complex", f16, "cpu", False),
+        ("aten::complex", bf16, "cpu", True),
+        ("aten::add.Tensor", bf16, "cpu", False),
+    ],
+)
+def test_kernels_that_lack_a_low_dtype(
+    op: str, dtype: torch.dtype, device_type: str, expected: bool
+) -> None:
+    assert lacks_kernel(op, dtype, device_type) == expected
+
+
 def test_a_few_ops_measure_as_in_the_file() -> None:
     """Measures a few ops of the sweep below, in two seconds."""
-    findings = measured(["normal", "lerp", "maximum", "nn_functional_layer_norm"])
+    findings = measured(["normal", "lerp", "maximum", "nn_functional_layer_norm", "special_ndtri"])
     committed = json.loads(mixtures_file(torch_version()).read_text(encoding="utf-8"))
-    for kind, rows in findings.accepted().items():
+    for kind, rows in findings.rows().items():
         for op, mixtures in rows.items():
             assert set(mixtures) <= set(committed[kind][op]), op
 
@@ -79,7 +97,7 @@ def test_the_sweep_over_all_ops() -> None:
     """
     findings = measured(OPS)
     committed = json.loads(mixtures_file(torch_version()).read_text(encoding="utf-8"))
-    assert findings.accepted() == committed
+    assert findings.rows() == committed
     mixed = {
         op
         for op, rows in findings.differing().items()
