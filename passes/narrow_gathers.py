@@ -27,11 +27,11 @@ from torch import fx
 
 from amp_fx.graphs.casts import (
     WHOLE_VIEWS,
-    evaluate,
     is_narrowing_cast,
     is_reinterpreting,
     narrowing_cast,
     op_name,
+    record_value,
 )
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.passes.base import PassResult
@@ -121,7 +121,7 @@ def _narrow(graph: fx.Graph, gather: fx.Node, views: list[fx.Node], casts: list[
         gather.replace_input_with(source, cast)
     changed = {gather, *views}
     for node in [node for node in graph.nodes if node in changed]:
-        evaluate(node)
+        record_value(node)
     for cast in casts:
         cast.replace_all_uses_with(cast.all_input_nodes[0])
         graph.erase_node(cast)

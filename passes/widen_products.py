@@ -36,7 +36,7 @@ from amp_fx.devices.wide_products import (
 )
 from amp_fx.dtypes import is_low
 from amp_fx.graphs.bodies import graphs_in
-from amp_fx.graphs.casts import CONVERT, evaluate, is_whole_view
+from amp_fx.graphs.casts import CONVERT, is_whole_view, record_value
 from amp_fx.graphs.conditions import VALUES_KNOWN
 from amp_fx.passes.base import PassResult
 
@@ -152,7 +152,7 @@ def _same_view(view: fx.Node, base: fx.Node) -> fx.Node:
     viewed = view.all_input_nodes[0]
     with view.graph.inserting_after(view):
         same = view.graph.node_copy(view, lambda node: base if node is viewed else node)
-    evaluate(same)
+    record_value(same)
     return same
 
 

@@ -159,7 +159,7 @@ def test_op_without_a_lowering(
     [message] = warnings_in(caplog)
     for part in (
         "op by op, with its casts",
-        "'inductor' failed: ",
+        "could not be compiled with 'inductor': ",
         "missing lowering, target: amp_fx_tests.twice.default",
         f"in block ({__file__}:",
         'TORCH_LOGS="+amp_fx"',

@@ -96,7 +96,7 @@ def test_errors_name_the_pass_and_what_ran_before(captured: Captured) -> None:
     cause = ZeroDivisionError("why")
     with pytest.raises(PassError, match="'raise' failed after rename: ZeroDivisionError: why"):
         run_passes(captured.gm, [Rename(), Raise(cause)])
-    with pytest.raises(PassError, match="after nothing") as raised:
+    with pytest.raises(PassError, match="after no other pass on this graph") as raised:
         run_passes(captured.gm, [Raise(cause)])
     assert raised.value.__cause__ is cause
 

@@ -90,7 +90,7 @@ def _names(passes: Iterable[Pass]) -> list[str]:
 def _no_such_pass(name: str, added: Sequence[Pass]) -> str:
     known = [*BUILT_IN, *_registered, *_names(added)]
     meant = did_you_mean(name, known)
-    return f"there is no pass {name!r}; the passes are {', '.join(known)}{meant}"
+    return f"there is no pass {name!r}{meant}; the passes are {', '.join(known)}"
 
 
 def with_added(

@@ -77,9 +77,8 @@ def warn_transforms(error: Exception, graph: fx.Graph) -> None:
 def warn_eager(error: Exception, compiler: str, graph: fx.Graph, what: str = "graph") -> None:
     """Warns once per cause that a rewritten graph could not be compiled."""
     reason = f"{type(error).__name__}: {_first_lines(error)}"
-    _warn_once(
-        f"a {what} runs op by op, with its casts, because {compiler!r} failed", reason, error, graph
-    )
+    head = f"a {what} runs op by op, with its casts, because it could not be compiled with"
+    _warn_once(f"{head} {compiler!r}", reason, error, graph)
 
 
 def watch_recompile_limit(root: str | None) -> None:

@@ -2,14 +2,15 @@
 
 Dynamo's captured graphs pass through ``captured_passes`` before AOTAutograd differentiates them.
 AOTAutograd's graphs (forward, backward, inference) pass through ``aot_passes`` before inductor
-compiles them. Read the tuples from top to bottom: they run in this order.
+compiles them; ``packing_passes`` are part of them. Each function returns its passes in the order in
+which they run. Exported programs have lists of their own (``exporting/rewriting.py``).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -19,6 +20,8 @@ from amp_fx.devices.low_dtypes import has_product_kernels
 from amp_fx.errors import AmpFxError, PassError
 from amp_fx.graphs.bodies import graph_modules_in, graphs_in
 from amp_fx.graphs.conditions import check_graph
+from amp_fx.graphs.metadata import VALUE
+from amp_fx.graphs.values import storage_id
 from amp_fx.passes.base import PassReport
 from amp_fx.passes.block_few_rows import BlockFewRows
 from amp_fx.passes.constants_to_inputs import ConstantsToInputs
@@ -157,12 +160,17 @@ def captured_passes(
         output_dtypes: Output dtypes of the uncompiled program (``RestoreOutputs``).
     """
     return (
+        # Every op gets the autocast state in which it was captured; the next pass reads it.
         MarkRegions(site),
         InsertCasts(policy, frame, guards_range, flattens),
+        # Before casts are folded: a cast back to float32 may undo one of the pass above.
         *((RestoreOutputs(output_dtypes),) if restores_outputs else ()),
+        # Quantizes what products read, after it was cast to the low dtype.
         *((quantizes,) if quantizes is not None else ()),
+        # Before folding: a cast that leaves a body may be equal to one outside.
         HoistCasts(weights),
         FoldCasts(),
+        # Last: the passes above read the ops that are wrapped.
         WrapOpaqueNodes(),
     )
 
@@ -291,6 +299,7 @@ def packing_passes(
         fold,
         # Inductor's passes add nodes without values, which the checks and marks below read.
         RecordValues(),
+        # Raises if packed kernels add up otherwise: the graph is compiled again without constants.
         *((RefusePacking(),) if is_strict else ()),
         # Last: all passes above recognize weights as constants.
         ConstantsToInputs(constants),
@@ -321,10 +330,12 @@ def run_passes(
         start = time.perf_counter()
         try:
             _check_conditions(gm, current, "requires")
-            interface = None if current.name in BUILT_IN else _interface(gm.graph)
+            # amp_fx's own passes change inputs and outputs, and the compiler accounts for that.
+            storages = None if current.name in BUILT_IN else _storages(gm.graph)
+            interface = None if storages is None else _interface(gm.graph, storages)
             result = current.call(gm)
-            if interface is not None and interface != _interface(gm.graph):
-                raise _ConditionError(_CHANGED)
+            if storages is not None and interface is not None:
+                _check_interface(interface, _interface(gm.graph, storages))
             if result.modified:
                 _lint(gm)
             _check_conditions(gm, current, "ensures")
@@ -332,7 +343,7 @@ def run_passes(
             # A pass rejects a graph on purpose, and the caller or the user gets its own message.
             raise
         except Exception as error:
-            before = ", ".join(report.name for report in reports) or "nothing"
+            before = ", ".join(report.name for report in reports) or "no other pass on this graph"
             raise PassError(
                 f"pass {current.name!r} failed after {before}: {type(error).__name__}: {error}"
             ) from error
@@ -349,17 +360,49 @@ def run_passes(
     return reports
 
 
-def _interface(graph: fx.Graph) -> tuple[list[str], str]:
-    """Returns the names of the inputs, and the structure of the outputs, of a graph."""
-    outputs = graph.find_nodes(op="output")
-    structure = map_arg([node.args for node in outputs], lambda _: "value")
-    return [node.name for node in graph.find_nodes(op="placeholder")], str(structure)
+def _storages(graph: fx.Graph) -> dict[fx.Node, object]:
+    """Returns the storage of each node's value; a node of its own for other values."""
+    values = {node: VALUE.get(node) for node in graph.nodes}
+    return {
+        node: storage_id(value) if isinstance(value, torch.Tensor) else node
+        for node, value in values.items()
+    }
 
 
-_CHANGED = (
-    "it changed the inputs of the graph, or the number and structure of its outputs, which the "
-    "program relies on"
-)
+def _interface(
+    graph: fx.Graph, storages: Mapping[fx.Node, object]
+) -> tuple[list[str], str, list[int]]:
+    """Returns what a program relies on: inputs, structure of the outputs, and shared memory.
+
+    Args:
+        graph: The graph.
+        storages: Storages of the nodes before the pass. Values of new nodes are not read: a pass
+            may give a node the value of another one.
+
+    Returns:
+        Names of the inputs; structure of the outputs; for each input and each output, the position
+        of the first of them in the same storage.
+    """
+    outputs = [node.args for node in graph.find_nodes(op="output")]
+    nodes: list[fx.Node] = graph.find_nodes(op="placeholder")
+    names = [node.name for node in nodes]
+    map_arg(outputs, nodes.append)
+    places = [storages.get(node, node) for node in nodes]
+    structure = map_arg(outputs, lambda _: "value")
+    return names, str(structure), [places.index(place) for place in places]
+
+
+def _check_interface(before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+    if before[:2] != after[:2]:
+        raise _ConditionError(
+            "it changed the inputs of the graph, or the number and structure of its outputs, which "
+            "the program relies on"
+        )
+    if before[2] != after[2]:
+        raise _ConditionError(
+            "it changed which outputs share memory with an input or with each other, and the "
+            "program may write to one of them"
+        )
 
 
 class _ConditionError(Exception):

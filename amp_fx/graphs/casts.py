@@ -195,7 +195,7 @@ def narrowing_cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, *, like: 
     for key in ("stack_trace", "nn_module_stack"):
         if key in like.meta:
             cast.meta[key] = like.meta[key]
-    evaluate(cast)
+    record_value(cast)
     return cast
 
 
@@ -207,7 +207,7 @@ def _cast_value(node: fx.Node) -> torch.Tensor | None:
     return source if isinstance(source, torch.Tensor) else None
 
 
-def evaluate(node: fx.Node) -> None:
+def record_value(node: fx.Node) -> None:
     """Computes and records the value of a node of AOTAutograd's graph."""
     args, kwargs = map_arg((node.args, node.kwargs), VALUE.get)
     fake_mode: Any = detect_fake_mode(pytree.tree_leaves(args))
@@ -221,5 +221,5 @@ def evaluate(node: fx.Node) -> None:
 def add_call(graph: fx.Graph, op: Any, *args: Any) -> fx.Node:
     """Adds a call and its value to a graph of AOTAutograd, at the graph's insertion point."""
     node = graph.call_function(op, args)
-    evaluate(node)
+    record_value(node)
     return node
