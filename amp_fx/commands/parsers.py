@@ -243,7 +243,7 @@ def add_verify(subparsers: Subparsers) -> None:
 _DIFF = """\
 examples:
   python -m amp_fx diff a.trace b.trace
-  python -m amp_fx diff eager.trace compiled.trace --json
+  python -m amp_fx diff a.trace b.trace --json
 
 Write the files by amp_fx.record(step, "a.trace")(*inputs), with the same weights and inputs.
 """
@@ -254,8 +254,8 @@ def add_diff(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "diff",
         help="show where two recorded runs first differ, and which op amplifies it",
-        description="Compares two files of amp_fx.record: of two versions of torch, two machines, "
-        "or of eager and compiled code. The exit code is 1 if a result differs.",
+        description="Compares two files of amp_fx.record, of two machines or torch versions. The "
+        "exit code is 1 if a result differs.",
     )
     parser.add_argument("before", type=Path, help="the file to compare with")
     parser.add_argument("after", type=Path, help="the other file")

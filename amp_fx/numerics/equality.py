@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from amp_fx.numerics.measures import relative
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -85,6 +87,16 @@ def compare(what: str, expected: torch.Tensor, actual: torch.Tensor) -> Differen
     if ours.is_floating_point() and ours.dtype.itemsize in _INTEGERS:
         ulps = int((_ordered(ours) - _ordered(theirs)).abs().max())
     return Difference(what, elements, size, max_abs, ulps)
+
+
+def relative_error(expected: torch.Tensor, actual: torch.Tensor) -> float:
+    """Returns the relative difference (L2); infinite if one side alone is not finite."""
+    one, other = expected.double().cpu(), actual.double().cpu()
+    is_same = (one == other) | (one.isnan() & other.isnan())
+    error, size = torch.where(is_same, 0.0, one - other), torch.where(is_same, 0.0, one)
+    whole = torch.where(one.isfinite(), one, 0.0)
+    found = relative(float(error.square().sum()), float(whole.square().sum()))
+    return found if math.isfinite(found) and bool(size.isfinite().all()) else math.inf
 
 
 def _ordered(value: torch.Tensor) -> torch.Tensor:

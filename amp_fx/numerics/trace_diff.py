@@ -7,10 +7,7 @@ import difflib
 import math
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from amp_fx.numerics.equality import Difference, compare
-from amp_fx.numerics.measures import relative
+from amp_fx.numerics.equality import Difference, compare, relative_error
 from amp_fx.numerics.records import UNIT, grouped, number
 from amp_fx.observe.ops import MOVES
 from amp_fx.reports import Report, dtype_cell, new_table
@@ -18,6 +15,7 @@ from amp_fx.reports import Report, dtype_cell, new_table
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    import torch
     from rich.console import RenderableType
 
 
@@ -124,7 +122,7 @@ def op_differences(before: Sequence[TracedOp], after: Sequence[TracedOp]) -> Ite
         if found is None:
             errors[-1] = 0.0
             continue
-        errors[-1] = _error(one.values, other.values)
+        errors[-1] = relative_error(one.values, other.values)
         at = one if any(errors[:-1]) else _added(after, other, known) or one
         place, dtypes = (at.stage, at.module, at.op, at.source), (one.dtype, other.dtype)
         yield OpDifference(*place, dtypes, found, errors[-1], error_in)
@@ -246,13 +244,3 @@ class TraceDiff(Report):
     def __repr__(self) -> str:
         """Returns one line."""
         return f"<TraceDiff: {len(self.ops)} of {self.num_aligned} results differ>"
-
-
-def _error(before: torch.Tensor, after: torch.Tensor) -> float:
-    """Returns the relative difference (L2); infinite if one side alone is not finite."""
-    one, other = before.double().cpu(), after.double().cpu()
-    is_same = (one == other) | (one.isnan() & other.isnan())
-    error, size = torch.where(is_same, 0.0, one - other), torch.where(is_same, 0.0, one)
-    whole = torch.where(one.isfinite(), one, 0.0)
-    found = relative(float(error.square().sum()), float(whole.square().sum()))
-    return found if math.isfinite(found) and bool(size.isfinite().all()) else math.inf

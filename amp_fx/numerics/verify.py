@@ -14,15 +14,14 @@ from amp_fx.errors import OptionError
 from amp_fx.explanation.running import isolated, optimized
 from amp_fx.numerics.asked import asked_for, device_type_of, low_dtype_of, name_of
 from amp_fx.numerics.equality import differences
-from amp_fx.numerics.graph_trace import traced
-from amp_fx.numerics.trace import Trace
-from amp_fx.numerics.trace_diff import op_differences
+from amp_fx.numerics.notes import Notes, first_difference
 from amp_fx.numerics.verify_report import VerifyReport
 from amp_fx.observe.compiled import compiled_with
 from amp_fx.observe.step import Step
 from amp_fx.options import Options
 from amp_fx.policies.policy import as_policy, preset
 from amp_fx.progress import working
+from amp_fx.regions.module_stack import compile_frame
 from amp_fx.second_call import takes_inputs_later
 
 if TYPE_CHECKING:
@@ -147,10 +146,14 @@ class _Verification:
         """Returns the program compiled by amp_fx, with additional options."""
         return self._compiled_with(_merged(self.options, more))
 
-    def _compiled_with(self, options: Mapping[str, Any]) -> Callable[..., Any]:
+    def _compiled_with(
+        self, options: Mapping[str, Any], notes: Notes | None = None
+    ) -> Callable[..., Any]:
         def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
             self.num_graphs += 1
-            return amp_fx(gm, example_inputs, options=options)
+            own = () if notes is None else (notes.in_graph(compile_frame(gm)),)
+            passes = (*options.get("passes", ()), *own)
+            return amp_fx(gm, example_inputs, options={**options, "passes": passes})
 
         found: Callable[..., Any] = optimized(backend, dynamic=self.dynamic)(self.program.function)
         return found
@@ -201,25 +204,39 @@ class _Verification:
     def _first(self, remedy: dict[str, Any]) -> OpDifference | None:
         """Returns the first op that the remedy changes, or else rewriting; None if unknown.
 
-        Graphs that return all values may be fused otherwise, so that nothing differs.
+        Notes separate the ops, so nothing differs here if fusion is the cause.
         """
 
-        def trace(more: Mapping[str, Any], **settings: Any) -> Trace:
-            found, given = Trace(""), {"weight_cache": False, "freezing": False, **more}
-            options = Options.parse(_merged(self.options, given))
-            self.program.run(traced(self.program.function, found, options, **settings))
-            return found
+        def noted(more: Mapping[str, Any]) -> Notes:
+            notes, given = Notes(), {"weight_cache": False, "freezing": False, **more}
+            call = self._compiled_with(_merged(self.options, given), notes)
+            with notes.taken():
+                self.program.run(call)
+            return notes
 
         try:
             if remedy:
-                reference = trace(remedy)
+                expected = noted(remedy)
             elif self.policy == preset("torch"):
-                reference = trace({"compiler": "eager"}, is_rewritten=False)
+                expected = self._noted_eagerly()
             else:
                 return None
-            return next(op_differences(reference.ops, trace({}).ops), None)
+            return first_difference(expected, noted({}))
         except Exception:  # noqa: BLE001 - the comparison is valid without the op
             return None
+
+    def _noted_eagerly(self) -> Notes:
+        """Runs the graphs that Dynamo captures op by op, under autocast."""
+        notes = Notes()
+
+        def backend(gm: fx.GraphModule, _: Any) -> fx.GraphModule:
+            notes.in_graph(compile_frame(gm)).call(gm)
+            gm.recompile()
+            return gm
+
+        with notes.taken():
+            self.program.run(optimized(backend)(self.program.function))
+        return notes
 
 
 def _merged(options: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -249,23 +248,6 @@ def test_modules_run_their_forward_in_this_code() -> None:
 
     Frames()(torch.ones(1))
     assert modules.code_of_module_calls() in seen
-
-
-def test_saved_rng_states_are_traced() -> None:
-    """The rule is there already from the first call on, by torch or by amp_fx."""
-    from amp_fx.torch_private import higher_order
-    from amp_fx.torch_private.aot_autograd import aot_autograd
-
-    higher_order.let_saved_rng_states_be_traced()
-    draw = functools.partial(
-        torch.ops.higher_order.run_and_save_rng_state, torch.ops.aten.rand_like.default
-    )
-    gm = make_fx(lambda x: [*draw(x)])(torch.ones(3))
-    compiled = aot_autograd(fw_compiler=lambda gm, _: gm)(gm, [torch.ones(3)])
-    torch.manual_seed(0)
-    expected = gm(torch.ones(3))
-    torch.manual_seed(0)
-    assert all(map(torch.equal, compiled(torch.ones(3)), expected))
 
 
 def test_higher_order_ops_are_there_as_functions() -> None:
