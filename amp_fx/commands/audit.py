@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from amp_fx.commands.accuracy import load_step
 from amp_fx.commands.explain import make_optimizer
-from amp_fx.errors import OptionError
 from amp_fx.numerics.audit.entry import audit
 from amp_fx.observe.state import modules_of
 
@@ -24,8 +22,6 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         1 if there are findings, else 0.
     """
-    if args.html is not None and not Path(args.html).parent.is_dir():
-        raise OptionError(f"--html {args.html}: the folder does not exist")
     step, inputs = load_step(args)
     optimizer = None
     if args.optimizer is not None:
@@ -35,7 +31,4 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(report.to_markdown())
     else:
         sys.stdout.write(f"{report.to_json() if args.json else report}\n")
-    if args.html is not None:
-        Path(args.html).write_text(report.to_html(), encoding="utf-8")
-        sys.stderr.write(f"wrote {args.html}\n")
     return 1 if report.findings else 0

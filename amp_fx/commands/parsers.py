@@ -177,7 +177,6 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
 _AUDIT = """\
 examples:
   python -m amp_fx audit mypackage.train:make_step
-  python -m amp_fx audit mypackage.train:make_step --html audit.html
   python -m amp_fx audit mypackage.train:make_step --markdown >> "$GITHUB_STEP_SUMMARY"
   python -m amp_fx audit mypackage.models:make_loss --optimizer AdamW --json
 
@@ -203,7 +202,6 @@ def add_audit(subparsers: Subparsers) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON instead of the table")
     form.add_argument("--markdown", action="store_true", help="print Markdown, for a pull request")
-    parser.add_argument("--html", metavar="PATH", help="write a page with the report")
 
 
 _VERIFY = """\

@@ -58,16 +58,12 @@ class Choice:
         name: The op.
         dtype: The dtype that the value was rounded to.
         roots: The values that were compared, before pointwise ops.
-        num_close: The number of choices closer than one rounding.
-        num_choices: The number of choices.
     """
 
     site: NodeLocation
     name: str
     dtype: torch.dtype
     roots: frozenset[int]
-    num_close: int
-    num_choices: int
 
 
 class ChoiceRule(Rule):
@@ -99,9 +95,8 @@ class ChoiceRule(Rule):
         rounding = self._roundings.of(rounded)
         for result in event.results:
             if rounding is not None and not result.is_floating_point():
-                close, number = _close(event, torch.finfo(rounding.dtype).eps)
                 roots = frozenset().union(*map(self._roots_of, event.floats))
-                made = Choice(event.location, event.name, rounding.dtype, roots, close, number)
+                made = Choice(event.location, event.name, rounding.dtype, roots)
                 self._choices.put(result, made)
 
     def findings(self) -> Iterator[Finding]:
@@ -109,8 +104,7 @@ class ChoiceRule(Rule):
         for choice, event in self._found.items():
             message = (
                 f"{choice.name} of values rounded to {dtype_name(choice.dtype)} decides where "
-                f"{event.name} takes data from: {choice.num_close} of {choice.num_choices} choices "
-                "in this step are closer than one rounding."
+                f"{event.name} takes data from."
             )
             yield new_finding("router_low", choice.site, message)
 
@@ -151,32 +145,3 @@ class ChoiceRule(Rule):
             self._num_roots += 1
             roots = frozenset((self._num_roots,))
         self._roots.put(result, roots)
-
-
-def _close(event: Event, eps: float) -> tuple[int, int]:
-    """Returns the number of choices closer than one rounding, and the number of choices."""
-    values = event.floats[0].detach().float()
-    if event.name in COMPARISONS:
-        other = event.args[1]
-        other = other.detach().float() if isinstance(other, torch.Tensor) else other
-        is_close = (values - other).abs() <= eps * values.abs()
-        return int(is_close.sum()), is_close.numel()
-    dim, count = _argument(event, "dim"), _argument(event, "k") or 1
-    values = values.reshape(1, -1) if dim is None or not values.dim() else values.movedim(dim, -1)
-    ordered = values.sort(-1, descending=event.name != "argmin" and event.name != "min").values
-    gaps = (ordered[..., :-1] - ordered[..., 1:]).abs()
-    is_close = gaps <= eps * ordered[..., :-1].abs()
-    if event.name == "sort":
-        return int(is_close.sum()), is_close.numel()
-    if count > is_close.shape[-1]:
-        return 0, ordered[..., 0].numel()
-    return int(is_close[..., count - 1].sum()), ordered[..., 0].numel()
-
-
-def _argument(event: Event, name: str) -> Any:
-    """Returns an argument by name, or its default; None if the op has none of this name."""
-    for place, argument in enumerate(event.op._schema.arguments):
-        if argument.name == name:
-            given = event.args[place : place + 1]
-            return given[0] if given else argument.default_value
-    return None

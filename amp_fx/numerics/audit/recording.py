@@ -124,24 +124,19 @@ class Auditor(Sink):
         super().begin(recorder)
         self.regions = Regions(recorder.here)
 
-    def before(self, event: Event) -> torch.Tensor | None:
-        """Returns the value of a low tensor to which a backward adds."""
-        is_sum = event.op is torch.ops.aten.add_.Tensor and event.node is not None
-        first = event.tensors[0] if is_sum and is_below_float32(event.tensors[0].dtype) else None
-        return None if first is None else first.detach().clone()
-
     def after(self, event: Event, before: Any) -> None:
         """Counts an op and passes it to the rules, which get views only in a backward.
 
         Rules do not get ops on sparse and quantized tensors, which have no storage of elements.
         """
+        del before
         if event.stage == "update":
             return
         self.num_backwards += event.stage == "backward"
         if event.stage != "backward" and event.node is not None:
             return  # a checkpoint repeats the op
         device = next((t.device.type for t in event.tensors), "cpu")
-        event.region, event.overwritten = self.regions.innermost(device), before
+        event.region = self.regions.innermost(device)
         tensors, module = event.tensors + event.results, event.location.module
         if event.flops or event.name.startswith("_scaled_dot_product"):
             self.uses.add("products", tensors, module, event.flops)

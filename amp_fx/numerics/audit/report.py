@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import re
 from typing import TYPE_CHECKING
 
@@ -32,8 +31,7 @@ REPAIRS = {
     "torch.nn.functional inside of the autocast region.",
     "router_low": "Compute the values that decide in float32: call .float() on the inputs inside "
     "torch.autocast(..., enabled=False).",
-    "integer_low": "Compute the product in float32 inside torch.autocast(..., enabled=False); on "
-    "CUDA also with torch.backends.cuda.matmul.fp32_precision = 'ieee'.",
+    "integer_low": "Compute the product in float32 inside torch.autocast(..., enabled=False).",
     "float32_product": "Call an op that autocast casts, such as torch.matmul without out=, or cast "
     "the inputs to the dtype of the region; turn autocast off only around ops that need float32.",
     "backward_in_region": "Call backward() after the autocast region.",
@@ -142,12 +140,6 @@ class AuditReport(Report):
     loss: float | None
     findings: tuple[Finding, ...]
     uses: tuple[Use, ...]
-
-    def to_html(self) -> str:
-        """Returns a page with the report."""
-        title = html.escape(f"{self.model}: precision of a training step")
-        head = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
-        return f"{head}<body>{self._repr_html_()}</body></html>\n"
 
     def to_markdown(self) -> str:
         """Returns the report as Markdown, for a pull request or a job summary."""

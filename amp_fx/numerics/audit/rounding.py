@@ -15,8 +15,6 @@ from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.locations import short_path
 from amp_fx.numerics.audit.recording import Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
-from amp_fx.numerics.measures import rounded_integers
-from amp_fx.numerics.twin import PRODUCTS
 from amp_fx.observe.ops import MOVES
 from amp_fx.observe.storages import Marks
 
@@ -58,6 +56,10 @@ LOSSES = frozenset(
     )
 )
 """Functions of losses whose names do not end in ``_loss``."""
+
+
+PRODUCTS = frozenset(("mm", "addmm", "bmm", "baddbmm", "mv", "dot", "mul", "convolution", "linear"))
+"""Ops in which a rounded position becomes a wrong angle."""
 
 
 def is_move(event: Event) -> bool:
@@ -240,32 +242,17 @@ class IntegerRule(Rule):
             is_back = event.name == "_to_copy" and not result.is_floating_point()
             if rounded is None:
                 continue
-            if f"aten::{event.name}" in PRODUCTS or is_back:
+            if event.name in PRODUCTS or is_back:
                 self._add(event, *rounded)
             elif is_move(event):
                 self._rounded.put(result, rounded)
-        if f"aten::{event.name}" in PRODUCTS and event.flops:
-            self._see_tf32(event)
 
-    def _see_tf32(self, event: Event) -> None:
-        """Examines a float32 product that the device may compute in TF32."""
-        is_float32 = all(t.is_cuda and t.dtype == torch.float32 for t in event.tensors)
-        if not is_float32 or torch.backends.cuda.matmul.fp32_precision != "tf32":
-            return
-        for tensor in event.floats:
-            # TF32 has the mantissa of float16.
-            largest = rounded_integers(tensor.clamp(-6e4, 6e4).half(), tensor)
-            if 0 < largest <= _LARGEST:
-                self._add(event, largest, torch.float16, event.location, "TF32")
-
-    def _add(
-        self, event: Event, largest: float, dtype: torch.dtype, cast: NodeLocation, name: str = ""
-    ) -> None:
-        name = name or dtype_name(dtype)
+    def _add(self, event: Event, largest: float, dtype: torch.dtype, cast: NodeLocation) -> None:
         exact = int(2 / torch.finfo(dtype).eps)
         message = (
-            f"Integers up to {largest:.0f} are rounded to {name} ({_line(cast)}), which holds "
-            f"integers up to {exact} exactly; {event.name} gets the same number for several."
+            f"Integers up to {largest:.0f} are rounded to {dtype_name(dtype)} ({_line(cast)}), "
+            f"which holds integers up to {exact} exactly; {event.name} gets the same number for "
+            "several."
         )
         self.found.append(new_finding("integer_low", event.location, message))
 
@@ -276,10 +263,16 @@ _LARGEST = 2.0**24
 
 def _rounded(low: torch.Tensor, exact: torch.Tensor) -> float:
     """Returns the largest of integers that a cast changed; 0 if there are none."""
-    if is_below_float32(exact.dtype) or exact.dtype == torch.bool or exact.is_complex():
+    is_exact = exact.dtype.is_floating_point and not is_below_float32(exact.dtype)
+    if not exact.numel() or not (is_exact or exact.dtype in _INTEGERS):
         return 0.0
-    largest = rounded_integers(low, exact)
+    is_changed = (low.to(exact.dtype) != exact).any()
+    is_whole = (exact == exact.round()).all() if is_exact else True
+    largest = float(exact.abs().max()) if is_changed and is_whole else 0.0
     return largest if largest <= _LARGEST else 0.0
+
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16)
 
 
 @dataclasses.dataclass

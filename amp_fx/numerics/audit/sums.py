@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,19 +27,6 @@ LEAF = "torch::autograd::AccumulateGrad"
 """The node of autograd that adds to the gradient of a leaf."""
 
 
-@dataclasses.dataclass
-class _Sum:
-    """The gradients that were added for one parameter.
-
-    Attributes:
-        exact: Their sum in float32, with the strides of the low sum.
-        num_terms: Their number.
-    """
-
-    exact: torch.Tensor
-    num_terms: int = 1
-
-
 class GradientRule(Rule):
     """Finds ``gradient_sum_low``, and counts gradients by dtype.
 
@@ -52,7 +38,7 @@ class GradientRule(Rule):
         self._auditor = auditor
         self._weights = {id(weight) for weight in weights}
         self._counted: set[int] = set()
-        self._sums: Marks[_Sum] = Marks()
+        self._num_terms: Marks[int] = Marks()
         self._first_use: dict[int, NodeLocation] = {}
         self._found: dict[tuple[int, str], Finding] = {}
 
@@ -71,25 +57,16 @@ class GradientRule(Rule):
         if event.node.name() == LEAF:
             self._see_leaf(event, event.node.variable, is_add=is_add)
         elif is_add:
-            self._sums.put(event.results[0], self._added(event))
+            self._add_terms(event)
         elif event.name == "_to_copy" and event.node.name().startswith("ToCopyBackward"):
             following = event.node.next_functions[0][0]
             if following is not None and following.name() == LEAF:
                 self._see_uses(event, following.variable)
 
-    def _sum_of(self, tensor: torch.Tensor) -> _Sum | None:
-        """Returns the sum that a tensor is a view of; None for other tensors."""
-        found = self._sums.get(tensor)
-        if found is None:
-            return None
-        geometry = tensor.size(), tensor.stride(), tensor.storage_offset()
-        return _Sum(found.exact.as_strided(*geometry), found.num_terms)
-
     def _see_uses(self, event: Event, variable: torch.Tensor) -> None:
         """Reports a sum of gradients of several uses that reaches a leaf."""
-        found = self._sum_of(event.floats[0])
-        if found is not None:
-            self._add(event.floats[0], variable, found, "uses")
+        if self._num_terms.has(event.floats[0]):
+            self._add(event.floats[0], variable, "uses")
 
     def _see_leaf(self, event: Event, variable: torch.Tensor, *, is_add: bool) -> None:
         if id(variable) not in self._counted:
@@ -97,33 +74,24 @@ class GradientRule(Rule):
             module = self._auditor.recorder.places.module_of(variable)
             self._auditor.uses.add("gradients", event.floats[:1], module)
         if is_add and event.op._schema.is_mutable:
-            added = self._added(event)
-            self._sums.put(event.results[0], added)
-            self._add(event.results[0], variable, added, "micro-batches")
+            self._add_terms(event)
+            self._add(event.results[0], variable, "micro-batches")
         elif not is_add:
             self._see_uses(event, variable)
 
-    def _added(self, event: Event) -> _Sum:
-        """Returns the exact sum of the inputs of an op, which may be sums themselves."""
-        old, new = event.floats
-        before = old if event.overwritten is None else event.overwritten
-        known = (self._sum_of(old), self._sum_of(new))
-        terms = [
-            sum_ or _Sum(tensor.float()) for sum_, tensor in zip(known, (before, new), strict=True)
-        ]
-        return _Sum(terms[0].exact + terms[1].exact, terms[0].num_terms + terms[1].num_terms)
+    def _add_terms(self, event: Event) -> None:
+        """Counts the gradients in a sum, whose terms may be sums themselves."""
+        number = sum(self._num_terms.get(term) or 1 for term in event.floats)
+        self._num_terms.put(event.results[0], number)
 
-    def _add(self, low: torch.Tensor, variable: torch.Tensor, found: _Sum, what: str) -> None:
+    def _add(self, low: torch.Tensor, variable: torch.Tensor, what: str) -> None:
         if id(variable) not in self._weights and not isinstance(variable, torch.nn.Parameter):
             return  # an input of the step
-        norm = float(torch.linalg.vector_norm(found.exact))
-        difference = float(torch.linalg.vector_norm(low.float() - found.exact))
-        error = difference / norm if norm else 0.0
         name = self._auditor.recorder.places.path_of(variable)
         site = self._first_use.get(id(variable)) if what == "uses" else None
         message = (
-            f"The gradients of {found.num_terms} {what} of {name} are added in "
-            f"{dtype_name(low.dtype)}: the sum is off by {error:.2%}."
+            f"The gradients of {self._num_terms.get(low)} {what} of {name} are added in "
+            f"{dtype_name(low.dtype)}: {_error_of(low.dtype)}."
         )
         found_now = new_finding("gradient_sum_low", site or self._auditor.recorder.here(), message)
         self._found[id(variable), what] = found_now
@@ -131,6 +99,10 @@ class GradientRule(Rule):
     def findings(self) -> Iterator[Finding]:
         """Yields the sums that were found."""
         yield from self._found.values()
+
+
+def _error_of(dtype: torch.dtype) -> str:
+    return f"each addition is off by up to {torch.finfo(dtype).eps / 2:.2%}"
 
 
 class CollectiveRule(Rule):
@@ -152,8 +124,8 @@ class CollectiveRule(Rule):
         number = sum(each.numel() for each in event.floats)
         ranks = f"{size} ranks" if size else "the ranks"
         message = (
-            f"{event.name} adds {number} values of {ranks} in {dtype_name(tensor.dtype)}: each "
-            f"addition is off by up to {torch.finfo(tensor.dtype).eps / 2:.2%}."
+            f"{event.name} adds {number} values of {ranks} in {dtype_name(tensor.dtype)}: "
+            f"{_error_of(tensor.dtype)}."
         )
         is_known = event.location.file and not is_custom(event.node)
         site = event.location if is_known else self._auditor.recorder.here()
