@@ -35,7 +35,7 @@ for name, value in {"AMP_FX_PROGRESS": "0", "LOCAL_RANK": "1", "TORCH_LOGS": "+f
 TOOLS = """
 torch.compile(net, backend="amp_fx", options={"compiler": "aot_eager"})(x)
 amp_fx.accuracy(net)(x)
-amp_fx.search(net, tolerance=1.0, compiler=None)(x)
+amp_fx.search(net, tolerance=1.0)(x)
 amp_fx.verify(net, options={"compiler": "eager"})(x)
 amp_fx.export(net, (x,))
 amp_fx.store_low(net)(x)

@@ -36,12 +36,13 @@ def run(args: argparse.Namespace) -> int:
     """
     _check(args)
     step, inputs = load_step(args)
-    options: dict[str, Any] = {"dtype": args.dtype, "policy": args.policy, "scale": args.scale}
+    options: dict[str, Any] = {"dtype": args.dtype, "scale": args.scale}
     run: Callable[..., AccuracyReport | SearchResult]
     if args.search is None:
         run = accuracy(step, modules=args.modules, **options)
     else:
-        run = search(step, tolerance=args.search, budget=args.budget, **options)
+        options |= {"policy": args.policy, "budget": args.budget}
+        run = search(step, tolerance=args.search, **options)
     result = run(*inputs)
     sys.stdout.write(f"{result.to_json() if args.json else result}\n")
     if isinstance(result, SearchResult):
@@ -53,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    if args.policy is not None and args.search is None:
+        raise OptionError("--policy is the policy of a search: pass --search as well")
     if args.save is None:
         return
     if args.search is None:

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from amp_fx.policies.policy import Policy
 
-REFERENCES = (torch.float32, torch.float64)
-
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
@@ -30,7 +28,6 @@ class Asked:
     dtype: torch.dtype | None
     policy: Policy
     device_type: str | None
-    reference: torch.dtype = torch.float32
     scale: float = 1.0
     loss: Callable[[Any], Any] | None = None
     modules: tuple[str, ...] | None = None
@@ -43,14 +40,6 @@ def asked_for(
     target, given = unwrap(step, name)
     dtype = given.dtype if dtype is None else to_dtype("dtype", dtype)
     return target, Asked(dtype, policy_for(policy, given), given.device_type, **others)
-
-
-def reference_for(reference: Any) -> torch.dtype:
-    """Returns the dtype of the reference, checked."""
-    found = to_dtype("dtype", reference)
-    if found not in REFERENCES:
-        raise OptionError(f"reference={reference!r} is neither 'float32' nor 'float64'")
-    return found
 
 
 def check_number(
@@ -93,8 +82,8 @@ def device_type_of(step: Any, args: Any, asked: Asked) -> str:
 def low_dtype_of(asked: Asked, device_type: str) -> torch.dtype:
     """Returns the low dtype: the argument, that of the policy, or autocast's for the device."""
     dtype = asked.dtype or asked.policy.low_dtype(device_type) or default_dtype(device_type)
-    if dtype.itemsize >= asked.reference.itemsize:
-        raise OptionError(f"dtype={dtype} is not below the reference {asked.reference}")
+    if dtype.itemsize >= torch.float32.itemsize:
+        raise OptionError(f"dtype={dtype} is not below float32")
     check_device_dtype(device_type, dtype)
     return dtype
 

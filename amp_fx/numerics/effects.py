@@ -7,7 +7,6 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.numerics.measures import add_effect
-from amp_fx.numerics.suspects import OpGraph
 from amp_fx.observe.ops import below_everything, is_custom, is_tracked, number_of
 from amp_fx.observe.recorder import Sink
 
@@ -37,9 +36,8 @@ class Effects(Sink):
 
     def root(self, root: torch.Tensor) -> None:
         """Registers the hooks of one backward."""
-        with below_everything():
-            exact = self._twin.shadows.of(root.detach()).sum() if is_tracked(root) else math.nan
-            self.roots.append(float(exact))
+        exact = self._twin.shadows.of(root.detach()).sum() if is_tracked(root) else math.nan
+        self.roots.append(float(exact))
         nodes = self._new_nodes(root)
         for node in nodes.values():
             self.has_reentrant |= node.name() in _REENTRANT
@@ -65,8 +63,7 @@ class Effects(Sink):
         return found
 
     def _leave_out_custom(self, node: Any) -> None:
-        is_measured = node.name() in _PASSING or number_of(node) in self._twin.measured_nodes
-        if is_custom(node) and not is_measured:
+        if is_custom(node) and node.name() not in _PASSING:
             module = self.recorder.location_of(number_of(node)).module
             why = "the effect of ops inside of a custom function on the loss is unknown"
             self._twin.leave_out(node.name().removesuffix("Backward"), module, why)
@@ -90,9 +87,7 @@ class Effects(Sink):
 
         def add(effect: float, square: float) -> None:
             record = error.record
-            if error.is_of_constant:
-                record = OpGraph(self._twin.seen).maker_of_error(record)
-            elif not record.local_sq:
+            if not record.local_sq and not error.is_of_constant:
                 return  # an exact op
             record.effect = (record.effect or 0.0) + effect
             record.effect_sq += square

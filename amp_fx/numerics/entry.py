@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import UnsupportedError
+from amp_fx.errors import PolicyWarning, UnsupportedError
 from amp_fx.numerics.asked import (
     Asked,
     asked_for,
@@ -14,21 +15,18 @@ from amp_fx.numerics.asked import (
     low_dtype_of,
     name_of,
     patterns_of,
-    reference_for,
     scale_for,
 )
 from amp_fx.numerics.report import AccuracyReport
 from amp_fx.numerics.running import run_step
+from amp_fx.policies.policy import preset
 from amp_fx.progress import working
 from amp_fx.second_call import takes_inputs_later
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable, Iterable
 
     import torch
-
-    from amp_fx.policies.policy import Policy
 
 
 @takes_inputs_later
@@ -36,8 +34,6 @@ def accuracy(
     step: Callable[..., Any],
     *,
     dtype: torch.dtype | str | None = None,
-    policy: Policy | str | os.PathLike[str] | None = None,
-    reference: torch.dtype | str = "float32",
     scale: float = 1.0,
     loss: Callable[[Any], Any] | None = None,
     modules: str | Iterable[str] | None = None,
@@ -45,7 +41,7 @@ def accuracy(
     """Finds the ops whose low precision hurts a step, and measures their errors.
 
     ``amp_fx.accuracy(step)(x, y)`` runs one forward and backward in mixed precision, eagerly, and
-    computes a second value of every tensor in the reference precision. Elements that overflow are
+    computes a second value of every tensor in float32, without autocast. Elements that overflow are
     replaced by the largest number of the dtype, so that later overflows are found too. Buffers,
     gradients, optimizers and random numbers are restored, and nothing is compiled. Other Python
     state of the program is unknown, and changes as by two calls of the step.
@@ -56,15 +52,9 @@ def accuracy(
     Args:
         step: A module or a function. If its first output is a floating-point scalar, that is the
             loss; else effects are those on all outputs, in a random direction. A step may call
-            ``backward`` itself. Compiled code runs eagerly, with the settings of
-            ``amp_fx.compile``.
+            ``backward`` itself. Compiled code runs eagerly, with the dtype and the device type of
+            ``amp_fx.compile``; under a policy it follows ``torch.autocast``, and a warning says so.
         dtype: The low dtype; by default autocast's for the device type.
-        policy: A ``Policy``, the name of a preset or the path of a policy file; by default that
-            of the ambient region, else PyTorch's. Under another policy than PyTorch's, the
-            rewritten graphs of the step run op by op, and what runs outside of them is not
-            examined.
-        reference: ``"float32"``: the program without autocast; or ``"float64"``, which also shows
-            the errors of float32 ops.
         scale: The factor of the loss in the backward, as of a gradient scaler.
         loss: Returns a scalar, given the outputs of the step.
         modules: Patterns of modules (``"h.3"``) to examine. The rest of the step runs in mixed
@@ -76,18 +66,23 @@ def accuracy(
 
     Raises:
         OptionError: An option has an invalid value.
-        PolicyError: The policy is invalid.
         ArgumentTypeError: The step is neither a module nor a function.
         UnsupportedError: When called: tensors are fake or on ``meta``, the model is in float64 or
             in a low dtype, no op takes a floating-point tensor, or no output can be differentiated.
     """
     others = {
-        "reference": reference_for(reference),
         "scale": scale_for(scale),
         "loss": loss,
         "modules": None if modules is None else patterns_of("modules", modules),
     }
-    target, asked = asked_for(step, "amp_fx.accuracy", dtype, policy, **others)
+    target, asked = asked_for(step, "amp_fx.accuracy", dtype, None, **others)
+    if asked.policy != preset("torch"):
+        warnings.warn(
+            "amp_fx.accuracy runs the step eagerly, where ops follow torch.autocast and not the "
+            "policy; amp_fx.search(policy=...) runs it under a policy",
+            PolicyWarning,
+            stacklevel=3,
+        )
 
     @functools.wraps(target, assigned=("__doc__",), updated=())
     def accuracy_call(*args: Any, **kwargs: Any) -> AccuracyReport:
@@ -110,10 +105,8 @@ def examine(
         )
     return AccuracyReport(
         model=name_of(step),
-        used_policy=asked.policy,
         dtype=dtype_name(dtype),
         device_type=device_type,
-        reference=dtype_name(asked.reference),
         scale=asked.scale,
         modules=asked.modules,
         **measured,

@@ -11,7 +11,7 @@ import torch
 from amp_fx.numerics.measures import relative
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -89,14 +89,21 @@ def compare(what: str, expected: torch.Tensor, actual: torch.Tensor) -> Differen
     return Difference(what, elements, size, max_abs, ulps)
 
 
-def relative_error(expected: torch.Tensor, actual: torch.Tensor) -> float:
-    """Returns the relative difference (L2); infinite if one side alone is not finite."""
-    one, other = expected.double().cpu(), actual.double().cpu()
-    is_same = (one == other) | (one.isnan() & other.isnan())
-    error, size = torch.where(is_same, 0.0, one - other), torch.where(is_same, 0.0, one)
-    whole = torch.where(one.isfinite(), one, 0.0)
-    found = relative(float(error.square().sum()), float(whole.square().sum()))
-    return found if math.isfinite(found) and bool(size.isfinite().all()) else math.inf
+def relative_error(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """Returns the relative difference (L2) of tensors; infinite if one side alone is not finite.
+
+    Args:
+        pairs: Each expected tensor with the actual one.
+    """
+    error_sq = size_sq = 0.0
+    for expected, actual in pairs:
+        one = expected.detach().double()
+        other = actual.detach().to(one)
+        is_same = (one == other) | (one.isnan() & other.isnan())
+        error_sq += float(torch.where(is_same, 0.0, one - other).square().sum())
+        size_sq += float(torch.where(one.isfinite(), one, 0.0).square().sum())
+    found = relative(error_sq, size_sq)
+    return found if math.isfinite(found) else math.inf
 
 
 def _ordered(value: torch.Tensor) -> torch.Tensor:

@@ -287,33 +287,3 @@ def add_effect(
             readings.is_sound = False
 
     readings.add([moved.sum(), _square(moved)], fill)
-
-
-def sample_of(tensor: torch.Tensor, most: int = 4096) -> torch.Tensor:
-    """Returns a sample of the elements."""
-    flat = dense(tensor)
-    return flat[:: max(1, flat.numel() // most)].clone()
-
-
-def exponents(sample: torch.Tensor) -> torch.Tensor:
-    """Returns the binary exponents of the elements that are not zero."""
-    sample = sample.cpu()
-    return torch.frexp(sample[(sample != 0) & sample.isfinite()]).exponent
-
-
-def rounded_integers(low: torch.Tensor, exact: torch.Tensor) -> float:
-    """Returns the largest element of integers that a low dtype changed; 0 for other tensors.
-
-    bfloat16 holds integers up to 2**8, float16 up to 2**11.
-    """
-    first = exact.flatten()[:64] if exact.is_contiguous() else exact
-    if not exact.numel() or not bool((first == first.round()).all()):
-        return 0.0
-    return float(largest_rounded(low, exact))
-
-
-def largest_rounded(low: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Returns the same as a tensor on the device."""
-    is_whole = (exact == exact.round()).all() & exact.isfinite().all()
-    is_changed = (low.to(exact.dtype) != exact).any()
-    return torch.where(is_whole & is_changed, exact.abs().max().double(), 0.0)

@@ -97,7 +97,7 @@ def first_difference(expected: Notes, actual: Notes) -> OpDifference | None:
             at = added or noted
             place = at.stage, at.location.module, at.op, at.location.source
             dtypes = dtype_name(value.dtype), dtype_name(noted.value.dtype)
-            return OpDifference(*place, dtypes, found, relative_error(value, noted.value), 0.0)
+            return OpDifference(*place, dtypes, found, relative_error([(value, noted.value)]), 0.0)
         added = None
     return None
 

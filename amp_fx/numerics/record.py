@@ -14,7 +14,7 @@ from amp_fx.front.settings import unwrap
 from amp_fx.graphs.locations import NodeLocation
 from amp_fx.numerics.asked import name_of
 from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
-from amp_fx.numerics.trace import SAMPLE, Trace, TraceSink, is_traced
+from amp_fx.numerics.trace import Trace, TraceSink, is_traced
 from amp_fx.observe.recorder import Recorder
 from amp_fx.observe.step import Step
 from amp_fx.progress import working
@@ -57,7 +57,7 @@ def record(
     @functools.wraps(target, assigned=("__doc__",), updated=())
     def record_call(*args: Any, **kwargs: Any) -> Trace:
         name = f"{name_of(target)}, torch {torch.__version__}"
-        trace = Trace(name, SAMPLE)
+        trace = Trace(name)
         program = Step(target, args, kwargs)
         with (
             working(f"recording {name_of(target)}"),

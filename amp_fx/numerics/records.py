@@ -74,7 +74,7 @@ class OpRecord(Measures):
         module_type: The class of that module.
         op: The name of the op in a policy (``"linear"``); ``""`` if no policy changes it.
         kernel: The op of the dispatcher: ``"aten::addmm"``.
-        dtype: The dtype of the result; for a product in float8, that of the operands.
+        dtype: The dtype of the result.
         shape: The sizes of the result.
         file: The source file of the line that calls the op, or ``""``.
         line: The number of the line, or 0.
@@ -83,10 +83,6 @@ class OpRecord(Measures):
         accumulated_in: The largest relative error of the inputs.
         effect: The change of the loss by the op's own error, to first order; None if unknown.
         effect_sq: The sum of the squares of that change, element by element.
-        magnitude: The size of a scalar of the reference, or of the terms of a sum or mean.
-        is_origin: True if the reference program becomes infinite or NaN here.
-        integers: The largest of rounded integers that enter a product; 0 without any.
-        recipe: The recipe of a product in float8 (``"rowwise"``); else empty.
     """
 
     computed = (
@@ -97,7 +93,6 @@ class OpRecord(Measures):
         "amplification",
         "underflow",
         "headroom",
-        "sqnr",
     )
     omitted = ("local_sq", "local_ref_sq", "error_sq", "shadow_sq", "effect_sq")
 
@@ -116,10 +111,6 @@ class OpRecord(Measures):
     accumulated_in: float = 0.0
     effect: float | None = None
     effect_sq: float = 0.0
-    magnitude: float = 0.0
-    is_origin: bool = False
-    integers: float = 0.0
-    recipe: str = ""
 
     @property
     def effect_rms(self) -> float:
@@ -130,11 +121,6 @@ class OpRecord(Measures):
     def norm(self) -> float:
         """The norm (L2) of the result in the reference program."""
         return math.sqrt(self.shadow_sq)
-
-    @property
-    def sqnr(self) -> float:
-        """The signal-to-noise ratio of the op itself, in decibels."""
-        return -20 * math.log10(self.local) if self.local > 0 else math.inf
 
     @property
     def amplification(self) -> float:
@@ -149,13 +135,8 @@ class OpRecord(Measures):
 
     @property
     def headroom(self) -> float:
-        """Powers of two between the largest value and the dtype's limit; negative above it.
-
-        It is infinite for a product in float8, whose scales bring all operands to the limit.
-        """
-        limit = math.inf
-        if self.is_float and not self.recipe:
-            limit = limit_of(self.dtype)
+        """Powers of two between the largest value and the dtype's limit; negative above it."""
+        limit = limit_of(self.dtype) if self.is_float else math.inf
         if self.max_abs == 0 or not math.isfinite(limit):
             return math.inf
         return math.log2(limit / self.max_abs) if math.isfinite(self.max_abs) else -math.inf
@@ -166,11 +147,6 @@ class OpRecord(Measures):
         return bool(getattr(torch, self.dtype).is_floating_point)
 
     @property
-    def name(self) -> str:
-        """A name that is unique in a report: ``"forward_12"``."""
-        return f"{self.stage}_{self.index}"
-
-    @property
     def is_overflow(self) -> bool:
         """True if elements other than a mask become infinite or NaN here."""
         return self.overflows > self.fills or self.singular > 0
@@ -179,24 +155,6 @@ class OpRecord(Measures):
     def label(self) -> str:
         """The name of the op in a policy, or else that of the kernel."""
         return self.op or self.kernel.removeprefix("aten::")
-
-    @property
-    def reason(self) -> str:
-        """Describes the measures."""
-        parts = [
-            f"its own error is {number(self.local)}" if self.local else "it has no error itself"
-        ]
-        if self.accumulated:
-            parts.append(f"its error since the start is {number(self.accumulated)}")
-        if self.effect:
-            parts.append(f"it moves the loss by {number(self.effect)}")
-        if self.overflows:
-            parts.append(overflow_words(self))
-        if self.flushed:
-            parts.append(flush_words(self))
-        if self.flips:
-            parts.append(f"{self.flips} discrete elements differ")
-        return "; ".join(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,8 +183,7 @@ class Suspect:
 
     Attributes:
         kind: ``"overflow"``, ``"underflow"``, ``"local error"``, ``"cancellation"``,
-            ``"growth"`` (of errors, over several ops of a module), ``"integers"`` (rounded ones
-            that enter a product, such as positions) or ``"effect"``.
+            or ``"growth"`` (of errors, over several ops of a module).
         module: The path of the module; ``*`` replaces the numbers of repeated modules.
         op: The op to repair, by its name in a policy, or else that of the kernel.
         stage: ``"forward"`` or ``"backward"``.
@@ -238,7 +195,6 @@ class Suspect:
         score: The ratio of the measure to its threshold.
         members: The numbers of the ops (``OpRecord.index``).
         is_mendable: True if a policy can run the op in float32.
-        recipe: The recipe of a product in float8; else empty.
     """
 
     kind: str
@@ -253,13 +209,11 @@ class Suspect:
     score: float
     members: tuple[int, ...]
     is_mendable: bool
-    recipe: str = ""
 
     def __str__(self) -> str:
         """Returns one line."""
         where = f"{self.module}: " if self.module else ""
-        dtype = f"float8 {self.recipe}" if self.recipe else self.dtype
-        return f"{where}{self.op} ({self.stage}, {dtype}): {self.why}"
+        return f"{where}{self.op} ({self.stage}, {self.dtype}): {self.why}"
 
 
 def number(value: float) -> str:
@@ -284,18 +238,12 @@ def limit_of(dtype: str) -> float:
 def overflow_words(record: OpRecord) -> str:
     """Describes how much of a result overflowed."""
     part = f"{record.overflows} of {record.numel} elements overflow"
-    limit = limit_of("bfloat16" if record.recipe else record.dtype)
+    limit = limit_of(record.dtype)
     if record.max_abs > limit and record.max_abs != float("inf"):
         return f"{part}: |x| is up to {number(record.max_abs)}, the limit is {limit:.6g}"
     return part
 
 
 def flush_words(record: OpRecord) -> str:
-    """Describes how much of a result, or of operands in float8, was flushed to zero."""
-    if record.recipe:
-        limit = limit_of(record.dtype)
-        return (
-            f"{share(record.underflow)} of the elements of its operands are flushed to zero, as "
-            f"scales bring the largest ones to {limit:.6g}, the limit of {record.dtype}"
-        )
+    """Describes how much of a result was flushed to zero."""
     return f"{share(record.underflow)} of its elements are flushed to zero"

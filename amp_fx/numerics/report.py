@@ -11,8 +11,8 @@ import torch
 
 from amp_fx.explanation.table import folded_path, without_numbers
 from amp_fx.numerics.measures import relative
-from amp_fx.numerics.records import grouped, number, share
-from amp_fx.numerics.suspects import LEAST_EFFECT, find_suspects, policy_of_suspects
+from amp_fx.numerics.records import grouped, limit_of, number, share
+from amp_fx.numerics.suspects import find_suspects
 from amp_fx.reports import Report, dtype_cell, new_table
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from amp_fx.numerics.records import GradientRecord, OpRecord, Suspect
-    from amp_fx.policies.policy import Policy
 
 
 MOST = 12
@@ -32,7 +31,7 @@ MOST = 12
 
 def rows_of(nodes: Iterable[OpRecord]) -> list[list[OpRecord]]:
     """Groups ops in rows: overflows first, then by the effect on the loss."""
-    groups = grouped(nodes, lambda n: (n.stage, without_numbers(n.module), n.label, n.recipe))
+    groups = grouped(nodes, lambda n: (n.stage, without_numbers(n.module), n.label))
 
     def rank(row: list[OpRecord]) -> tuple[bool, float]:
         return _overflows(row) == 0, -math.hypot(*(n.effect_rms for n in row))
@@ -55,9 +54,7 @@ def render(report: AccuracyReport) -> RenderableType:
     problem = report.reference_problem
     if problem is not None:
         where = f" in {problem.module}" if problem.module else ""
-        parts.append(
-            Text(f"{report.reference} itself becomes infinite or NaN: first {problem.label}{where}")
-        )
+        parts.append(Text(f"float32 itself becomes infinite or NaN: first {problem.label}{where}"))
     for place, suspect in enumerate(report.suspects[:MOST], 1):
         parts.append(Text(f"{place}. {suspect}", style="bold" if place == 1 else ""))
     if not report.suspects and problem is None:
@@ -86,8 +83,7 @@ def _head(report: AccuracyReport) -> Text:
     from rich.text import Text
 
     text = Text.assemble(
-        (report.model, "bold"),
-        f" on {report.device_type} {report.dtype}, against {report.reference}: ",
+        (report.model, "bold"), f" on {report.device_type} {report.dtype}, against float32: "
     )
     if report.modules is not None:
         text.append(f"only {', '.join(report.modules)}")
@@ -113,17 +109,16 @@ def _table(report: AccuracyReport, rows: list[list[OpRecord]]) -> Table:
     )
     for row in rows:
         first = row[0]
-        recipe = next((n.recipe for n in row if n.recipe), "")
         dtype = next((n.dtype for n in row if n.local), first.dtype)
         table.add_row(
             first.stage,
             folded_path(n.module for n in row) or "-",
             first.label,
             str(len(row)),
-            dtype_cell(f"float8 {recipe}" if recipe else dtype),
+            dtype_cell(dtype),
             number(max(n.local for n in row)),
             number(max(n.accumulated for n in row)),
-            _part(sum(n.effect or 0.0 for n in row), report.loss_magnitude),
+            _part(sum(n.effect or 0.0 for n in row), report.reference_loss),
             _range(row),
         )
     return table
@@ -167,7 +162,8 @@ def _notes(report: AccuracyReport, num_rows: int) -> list[Text]:
     if report.dtype == "float16" and report.flushed_gradients:
         lines.append(
             f"{share(report.flushed_gradients)} of the elements of low gradients are flushed to "
-            f"zero at scale {report.scale:g}; {_scale_words(report)}"
+            f"zero at scale {report.scale:g}; the largest scale without overflow is "
+            f"{report.largest_scale:g}"
         )
     if report.is_repeatable is False:
         lines.append("two runs gave different losses: the program differs from run to run")
@@ -177,16 +173,7 @@ def _notes(report: AccuracyReport, num_rows: int) -> list[Text]:
     return [Text(line) for line in lines]
 
 
-def _scale_words(report: AccuracyReport) -> str:
-    if report.suggested_scale is None:
-        return "no scale prevents that without overflow"
-    low, high = report.suggested_scale
-    return f"scales from {low:g} to {high:g} prevent that"
-
-
-MOST_PREDICTED = 2.0
-"""The largest ratio of the predicted and the measured error of the loss at which effects count."""
-SCHEMA = 3
+SCHEMA = 4
 """The version of ``to_dict``; raised when a key is removed or changes its meaning."""
 
 
@@ -205,15 +192,11 @@ class AccuracyReport(Report):
 
     Attributes:
         model: The name of the step.
-        used_policy: The policy under which the step ran.
         dtype: The low dtype.
         device_type: The device type of the region.
-        reference: The dtype of the reference.
         scale: The factor of the loss in the backward.
         loss: The loss in low precision; None if the step has none.
         reference_loss: The loss of the reference program; None if only some modules were examined.
-        loss_magnitude: The size of that loss; if it is a sum or mean of positive and negative
-            terms, its size without cancellation. Effects are compared with it.
         output_error: The relative error (L2) of the loss, or of all outputs; NaN if only some
             modules were examined.
         is_probed: True without a loss: the backward began with random signs.
@@ -222,33 +205,32 @@ class AccuracyReport(Report):
         nodes: The ops with low dtypes or errors, in order.
         gradients: The gradients of parameters, and of inputs that require one; with ``modules``,
             those of parameters of these modules.
-        suggested_scale: For float16, the range of scales at which less than 1 % of the elements of
-            low gradients are flushed and the largest has two bits left; None if there is no such
-            scale or no such gradient.
         not_examined: The ops that could not be examined.
         roots: The names and classes of the root modules, if there are several. Each path begins
             with the name of its root.
         modules: The patterns of the modules that were examined; None for the whole step.
     """
 
-    computed = ("error", "predicted_error", "gradient_error", "flushed_gradients", "suspects")
-    omitted = ("used_policy",)
+    computed = (
+        "error",
+        "predicted_error",
+        "gradient_error",
+        "flushed_gradients",
+        "largest_scale",
+        "suspects",
+    )
 
     model: str
-    used_policy: Policy
     dtype: str
     device_type: str
-    reference: str
     scale: float
     loss: float | None
     reference_loss: float | None
-    loss_magnitude: float | None
     output_error: float
     is_probed: bool
     nodes: tuple[OpRecord, ...]
     gradients: tuple[GradientRecord, ...]
     not_examined: tuple[UnexaminedRecord, ...]
-    suggested_scale: tuple[float, float] | None = None
     is_repeatable: bool | None = None
     roots: tuple[tuple[str, str], ...] = ()
     modules: tuple[str, ...] | None = None
@@ -258,17 +240,8 @@ class AccuracyReport(Report):
         """The ops that cause harm, the worst first; empty for a sound program."""
         if self.reference_problem is not None:
             return ()
-        loss = self.loss_magnitude if self._has_first_order else None
-        room = 1.0 if self.suggested_scale is None else self.suggested_scale[1] / self.scale
-        return find_suspects(self.nodes, loss, room=room, gradient_error=self.gradient_error)
-
-    @property
-    def _has_first_order(self) -> bool:
-        """True if effects predict the error of the loss; other gradients make them too large."""
-        if self.error is None or not math.isfinite(self.error):
-            return True
-        least = LEAST_EFFECT * (self.loss_magnitude or 0.0)
-        return abs(self.predicted_error - self.error) <= MOST_PREDICTED * abs(self.error) + least
+        room = max(1.0, self.largest_scale / self.scale)
+        return find_suspects(self.nodes, room=room, gradient_error=self.gradient_error)
 
     @property
     def error(self) -> float | None:
@@ -284,17 +257,17 @@ class AccuracyReport(Report):
 
     @property
     def reference_problem(self) -> OpRecord | None:
-        """The op in which the reference becomes infinite or NaN, if its loss does."""
+        """The first measured op whose reference is NaN or infinite, if that of the loss is."""
         if self.modules is not None:
             return None  # the reference of the step is unknown
         is_fine = self.reference_loss is None or math.isfinite(self.reference_loss)
         if is_fine and math.isfinite(self.output_error):
             return None
-        origins = [node for node in self.nodes if node.is_origin]
-        nans = [node for node in origins if math.isnan(node.max_abs)]
+        nans = [node for node in self.nodes if math.isnan(node.max_abs)]
         if self.reference_loss is None and not nans:
             return None
-        return next(iter(nans + origins), None)
+        infinite = [node for node in self.nodes if not node.is_finite]
+        return next(iter(nans + infinite), None)
 
     @property
     def gradient_error(self) -> float:
@@ -313,31 +286,32 @@ class AccuracyReport(Report):
         return min(some, key=lambda g: g.cosine, default=None)
 
     @property
+    def largest_scale(self) -> float:
+        """The largest scale of the loss, a power of two, at which float16 gradients stay finite.
+
+        The largest gradient has two bits left then. Without float16 gradients, the scale of the
+        report.
+        """
+        low = [n for n in self.nodes if n.stage == "backward" and n.dtype == "float16"]
+        largest = max((n.max_abs for n in low if math.isfinite(n.max_abs)), default=0.0)
+        if not largest:
+            return self.scale
+        return self.scale * 2.0 ** math.floor(math.log2(limit_of("float16") / 4 / largest))
+
+    @property
     def flushed_gradients(self) -> float:
         """The share of elements of low gradients that are flushed to zero."""
         low = [node for node in self.nodes if node.stage == "backward" and node.nonzero]
         return sum(n.flushed for n in low) / max(1, sum(n.nonzero for n in low))
 
-    def mended(self, base: Policy | None = None) -> Policy:
-        """Returns a policy that runs the suspects of the forward in float32.
-
-        The policy is not verified; ``amp_fx.search`` finds a small policy, and runs it.
-
-        Args:
-            base: The policy to start from; None is the policy of the report.
-        """
-        base = self.used_policy if base is None else base
-        return policy_of_suspects(self.suspects, base, dict(self.roots))
-
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as dictionaries, lists, strings and numbers.
 
-        Keys: ``schema`` (``SCHEMA``), ``torch`` (its version), the attributes (``used_policy`` as
-        text), and the names in ``computed``, of the report and of ``OpRecord``. Numbers that JSON
-        lacks are strings: ``"nan"``, ``"inf"``.
+        Keys: ``schema`` (``SCHEMA``), ``torch`` (its version), the attributes, and the names in
+        ``computed``, of the report and of ``OpRecord``. Numbers that JSON lacks are strings:
+        ``"nan"``, ``"inf"``.
         """
-        texts = {"torch": torch.__version__, "used_policy": str(self.used_policy)}
-        return {"schema": SCHEMA, **super().to_dict(), **texts}
+        return {"schema": SCHEMA, **super().to_dict(), "torch": torch.__version__}
 
     def _render(self) -> RenderableType:
         return render(self)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -11,18 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.errors import UnsupportedError
-from amp_fx.explanation.running import isolated, leaf_tensors
+from amp_fx.explanation.running import leaf_tensors
 from amp_fx.numerics.effects import Effects
-from amp_fx.numerics.float8_products import Float8Twin
-from amp_fx.numerics.graph_run import CompiledStep
-from amp_fx.numerics.measures import exponents, relative
+from amp_fx.numerics.equality import relative_error
 from amp_fx.numerics.records import GradientRecord
 from amp_fx.numerics.report import UnexaminedRecord
+from amp_fx.numerics.twin import Twin
 from amp_fx.observe.ops import below_everything, is_tracked, unwrapped
 from amp_fx.observe.places import is_inside
 from amp_fx.observe.recorder import Recorder
-from amp_fx.observe.step import Step
-from amp_fx.policies.policy import preset
+from amp_fx.observe.step import Step, cotangents
 from amp_fx.regions.module_stack import call_with_paths
 from amp_fx.torch_private.autocast import DisableAutocast
 from amp_fx.torch_private.modes import DisableTorchFunction
@@ -31,8 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from amp_fx.numerics.asked import Asked
-    from amp_fx.numerics.measures import Measures
-    from amp_fx.numerics.twin import Twin
     from amp_fx.regions.module_paths import ModulePaths
 
 
@@ -54,9 +49,9 @@ def _run_backward(
     if not leaves:
         return []
     with DisableTorchFunction(), DisableAutocast():
-        directions = [_direction(t, asked.scale, is_loss=loss is not None) for t in outputs]
+        directions = cotangents(outputs, asked.scale)
     for output in outputs:
-        effects.root(output)
+        twin.recorder.begin_backward(output)
     found: Iterable[torch.Tensor | None]
     with twin.recorder:
         if effects.has_reentrant:  # its backward runs another one, and accumulates
@@ -124,15 +119,6 @@ def _divide_effects(twin: Twin, factor: float) -> None:
         seen.effect_sq /= factor**2
 
 
-def _direction(output: torch.Tensor, scale: float, *, is_loss: bool) -> torch.Tensor:
-    """Returns the gradient of an output: the scale, or random signs without a loss."""
-    if is_loss:
-        return torch.full_like(output, scale)
-    generator = torch.Generator().manual_seed(0)
-    signs = torch.randint(0, 2, output.shape, generator=generator) * 2 - 1
-    return (signs * scale).to(output.device, output.dtype)
-
-
 def run_step(
     step: Callable[..., Any],
     args: tuple[Any, ...],
@@ -153,49 +139,24 @@ def run_step(
     """
     program = Step(step, args, kwargs)
     guard, paths = program.guard, program.paths
-    first, is_compiled = Recorder(guard, paths), asked.policy != preset("torch")
-    compiled = CompiledStep(step, asked.policy, first) if is_compiled else None
 
     def forward(recorder: Recorder) -> tuple[Any, torch.Tensor | None]:
-        region = torch.autocast(device_type, dtype)
-        with region, contextlib.ExitStack() as observed:
-            if compiled is None:
-                observed.enter_context(recorder.observing())
-                outputs = program.call(compiled or step)
-            else:
-                compiled.recorder = recorder
-                outputs = program.call(compiled or step)
-                if any(leaf.grad is not grad for leaf, grad in guard.leaves()):
-                    raise UnsupportedError(
-                        "the step calls backward itself, which is not examined under a policy: "
-                        "return the loss instead"
-                    )
-                observed.enter_context(recorder.observing())
+        with torch.autocast(device_type, dtype), recorder.observing():
+            outputs = program.call(step)
             return outputs, loss_of(outputs, asked.loss)
 
-    isolation = contextlib.nullcontext() if compiled is None else isolated()
-    with isolation, program.undisturbed(is_eager=compiled is None):
-        if compiled is not None:  # code between graphs writes unobserved
-            guard.save(tensor for _, tensor in (*paths.named_parameters(), *paths.named_buffers()))
-        plain = _plain_loss(forward(first)[1])  # its graph is freed here
+    with program.undisturbed(is_eager=True):
+        plain = _plain_loss(forward(Recorder(guard, paths))[1])  # its graph is freed here
         guard.check_float32()
-        breaks = () if compiled is None else tuple(compiled.breaks)
         # Where the host need not wait for ops, overflows are found at the end, and then healed.
         for is_batched in (True, False) if device_type not in WAITING else (False,):
             program.restart()
-            twin = Float8Twin(asked.reference, asked.modules, is_batched=is_batched)
+            twin = Twin(asked.modules, is_batched=is_batched)
             effects = Effects(twin)
             Recorder(guard, paths, twin, effects)
-            for why in breaks:
-                first_line = why.strip().split("\n")[0]
-                twin.leave_out(
-                    "code outside of graphs", "", f"a policy does not apply to it: {first_line}"
-                )
             fields = _shadow_run(twin, effects, forward, paths, asked)
             if twin.readings.is_sound:
                 break
-    if dtype == torch.float16:
-        fields["suggested_scale"] = _suggested_scale(twin.samples, asked.scale)
     if twin.num_healed:
         return {**fields, "loss": plain}
     return {**fields, "is_repeatable": str(plain) == str(fields["loss"])}  # a NaN equals itself
@@ -226,7 +187,7 @@ Forward = Callable[[Recorder], tuple[Any, torch.Tensor | None]]
 
 
 def _shadow_run(
-    twin: Float8Twin, effects: Effects, forward: Forward, paths: ModulePaths, asked: Asked
+    twin: Twin, effects: Effects, forward: Forward, paths: ModulePaths, asked: Asked
 ) -> dict[str, Any]:
     outputs, loss = forward(twin.recorder)
     floats = [t for t in leaf_tensors(outputs) if t.is_floating_point() and is_tracked(t)]
@@ -235,7 +196,7 @@ def _shadow_run(
             "the step returns neither a loss nor any floating-point tensor; give loss=, a function "
             "that makes a scalar of what the step returns"
         )
-    values: dict[str, float | None] = dict.fromkeys(("loss", "reference_loss", "loss_magnitude"))
+    values: dict[str, float | None] = dict.fromkeys(("loss", "reference_loss"))
     compared = floats
     if loss is not None:
         plain = unwrapped(loss.detach())
@@ -245,11 +206,10 @@ def _shadow_run(
                 "that makes a plain tensor of what the step returns"
             )
         with below_everything():
-            reference, magnitude = float(twin.shadows.of(plain)), twin.magnitude_of(plain)
+            reference = float(twin.shadows.of(plain))
             values = {
                 "loss": float(plain),
                 "reference_loss": reference if asked.modules is None else None,
-                "loss_magnitude": magnitude,
             }
         compared = [plain]
     output_error = math.nan  # without a reference of the whole step
@@ -271,31 +231,8 @@ def _shadow_run(
 
 
 def _output_error(twin: Twin, outputs: list[torch.Tensor]) -> float:
-    error = reference = 0.0
-    for output in outputs:
-        shadow = twin.shadows.of(output.detach()).double()
-        error += float(torch.sub(output.detach(), shadow).square().sum())
-        reference += float(shadow.square().sum())
-    return relative(error, reference)
-
-
-SMALLEST_EXPONENT = -23
-"""The exponent of float16's smallest number 2**-24 by ``torch.frexp``: [0.5, 1) * 2**-23."""
-
-
-def _suggested_scale(
-    samples: list[tuple[torch.Tensor, Measures]], scale: float
-) -> tuple[float, float] | None:
-    """Returns the range of scales at which a float16 backward flushes little and stays finite."""
-    known = [(exponents(sample), m) for sample, m in samples if m.numel]
-    known = [(found, m) for found, m in known if found.numel()]
-    largest = max((m.max_abs for _, m in known if math.isfinite(m.max_abs)), default=0.0)
-    if not known or not largest:
-        return None
-    sizes, order = torch.cat([found for found, _ in known]).sort()
-    weights = [torch.full(e.shape, m.numel / e.numel(), dtype=torch.float64) for e, m in known]
-    share = torch.cat(weights)[order].cumsum(0)
-    first = int(sizes[(share > 0.01 * share[-1]).nonzero()[0]])
-    low = 2.0 ** max(0, SMALLEST_EXPONENT - first + 1) * scale
-    high = 2.0 ** math.floor(math.log2(65504 / 4 / largest)) * scale
-    return (low, high) if low <= high else None
+    """Returns the relative error of outputs; NaN if the reference is not finite."""
+    shadows = [twin.shadows.of(output.detach()) for output in outputs]
+    if not all(shadow.isfinite().all() for shadow in shadows):
+        return math.nan
+    return relative_error(zip(shadows, outputs, strict=True))

@@ -11,7 +11,6 @@ from amp_fx.reports import Report, new_table
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from amp_fx.numerics.records import OpRecord
     from amp_fx.numerics.report import AccuracyReport
     from amp_fx.policies.policy import Policy
 
@@ -24,20 +23,14 @@ class Unit:
         module: A pattern for the paths of the modules: ``"h.*.attn"``; ``"*"`` for the outermost.
             Paths begin at a root module.
         op: The name of the op in a policy.
-        why: The reason, for the file of the policy.
-        order: The index of the first of its ops.
-        nodes: The ops.
-        roots: The names of the root modules that contain them, if there are several.
+        why: The reason.
+        kind: The kind of the suspect in the report of ``amp_fx.accuracy``; empty if it is none.
     """
-
-    omitted = ("nodes",)
 
     module: str
     op: str
     why: str = dataclasses.field(compare=False)
-    order: int = dataclasses.field(compare=False)
-    nodes: tuple[OpRecord, ...] = dataclasses.field(default=(), compare=False, repr=False)
-    roots: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    kind: str = dataclasses.field(compare=False)
 
     def __str__(self) -> str:
         """Returns a short text: ``h.*.attn: matmul``."""
@@ -66,16 +59,14 @@ class SearchResult(Report):
     Attributes:
         model: The name of the step.
         dtype: The low dtype.
-        policy: The policy; its file has a reason for each line.
+        policy: The policy.
         units: The candidates that run in ``runs_in``, in order of the ranking.
         num_units: The number of candidates.
         tolerance: The largest accepted value of the metric.
-        value: The metric under the policy, op by op.
+        value: The metric under the policy; the graphs run op by op.
         before: The metric under the policy at the start.
         is_minimal: True if a run without each candidate showed that none can be omitted.
         history: The runs, in order.
-        compiler: The inner compiler of the last run; None if there was no such run.
-        compiled_value: The metric of the compiled step; None if the step was not run.
         notes: Other remarks.
         report: The report that ranked the candidates.
         runs_in: ``"float32"``; the low dtype if the policy at the start has products in float8.
@@ -93,8 +84,6 @@ class SearchResult(Report):
     before: float
     is_minimal: bool
     history: tuple[Evaluation, ...]
-    compiler: str | None
-    compiled_value: float | None
     notes: tuple[str, ...]
     report: AccuracyReport
     runs_in: str = "float32"
@@ -119,15 +108,11 @@ class SearchResult(Report):
         )
         lines = [Text(head)]
         lines.append(Text("none can be left out" if self.is_minimal else "not shown to be minimal"))
-        if self.compiled_value is not None:
-            lines.append(Text(f"compiled by {self.compiler}: {number(self.compiled_value)}"))
         lines += [Text(note) for note in self.notes]
         if not self.units:
             return Group(*lines)
-        is_spread = any(unit.roots for unit in self.units)
-        names = [*["roots"] * is_spread, "module", "op", "why"]
+        names = ("module", "op", "why")
         table = new_table(*names, folded=names)
         for unit in self.units:
-            texts = {**vars(unit), "roots": ", ".join(unit.roots)}
-            table.add_row(*(texts[name] for name in names))
+            table.add_row(unit.module, unit.op, unit.why)
         return Group(*lines, Text(""), table)

@@ -38,22 +38,17 @@ class ShadowEntry:
 class Shadows:
     """The shadows of all storages of one run."""
 
-    def __init__(self, reference: torch.dtype) -> None:
-        self.reference = reference
+    def __init__(self) -> None:
         self._entries: Marks[ShadowEntry] = Marks()
-
-    def wide(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype of the shadow of a tensor."""
-        return wide_dtype(dtype, self.reference)
 
     def widened(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor in its dtype in the reference; the same object if it has that dtype."""
-        dtype = self.wide(tensor.dtype)
+        dtype = wide_dtype(tensor.dtype)
         return tensor if dtype == tensor.dtype else tensor.to(dtype)
 
     def is_low(self, dtype: torch.dtype) -> bool:
         """Returns True if a dtype is less precise than the reference."""
-        return self.wide(dtype) != dtype
+        return wide_dtype(dtype) != dtype
 
     def entry(self, tensor: torch.Tensor) -> ShadowEntry | None:
         """Returns the facts about a tensor's storage; None if there are none."""
@@ -70,32 +65,32 @@ class Shadows:
     def has_diverged(self, tensor: torch.Tensor) -> bool:
         """Returns True if a tensor has a shadow that is not itself."""
         found = self.entry(tensor)
-        return found is not None and found.shadow is not None and _fits(found, tensor, self)
+        return found is not None and found.shadow is not None and _fits(found, tensor)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the shadow of a tensor: itself, a view of a second storage, or a wide copy."""
         found = self.entry(tensor)
-        if found is None or found.shadow is None or not _fits(found, tensor, self):
+        if found is None or found.shadow is None or not _fits(found, tensor):
             return self.widened(tensor)
-        return _view(found.shadow, tensor, self.wide(tensor.dtype))
+        return _view(found.shadow, tensor, wide_dtype(tensor.dtype))
 
     def writable(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the shadow of a tensor that an op writes in place; it is never the tensor."""
         found = self.note(tensor)
-        if found.shadow is None or not _fits(found, tensor, self):
+        if found.shadow is None or not _fits(found, tensor):
             self._begin(found, tensor, is_filled=True)
         assert found.shadow is not None
-        return _view(found.shadow, tensor, self.wide(tensor.dtype))
+        return _view(found.shadow, tensor, wide_dtype(tensor.dtype))
 
     def put(self, tensor: torch.Tensor, value: torch.Tensor, *, is_fresh: bool) -> None:
         """Sets the shadow of a tensor; without a copy if ``is_fresh``: the value has no alias."""
         found = self.note(tensor)
-        dtype = self.wide(tensor.dtype)
+        dtype = wide_dtype(tensor.dtype)
         if is_fresh and _has_same_layout(tensor, value) and value.dtype == dtype:
             found.shadow = value.untyped_storage()
             return
         covers = tensor.numel() * tensor.dtype.itemsize == tensor.untyped_storage().nbytes()
-        if found.shadow is None or not _fits(found, tensor, self):
+        if found.shadow is None or not _fits(found, tensor):
             self._begin(found, tensor, is_filled=not covers)
         assert found.shadow is not None
         _view(found.shadow, tensor, dtype).copy_(value)
@@ -108,7 +103,7 @@ class Shadows:
 
     def _begin(self, found: ShadowEntry, tensor: torch.Tensor, *, is_filled: bool) -> None:
         storage = tensor.untyped_storage()
-        dtype = self.wide(tensor.dtype)
+        dtype = wide_dtype(tensor.dtype)
         size = storage.nbytes() // tensor.dtype.itemsize
         if is_filled:
             flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -119,24 +114,22 @@ class Shadows:
 
 
 @functools.cache
-def wide_dtype(dtype: torch.dtype, reference: torch.dtype) -> torch.dtype:
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in the reference, which differs for less precise floating-point dtypes."""
     if dtype.is_complex:
-        other = reference.to_complex()
-        return other if other.itemsize > dtype.itemsize else dtype
-    if dtype.is_floating_point and dtype.itemsize < reference.itemsize:
-        return reference
-    return dtype
+        return torch.complex64 if dtype == torch.complex32 else dtype
+    is_low = dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+    return torch.float32 if is_low else dtype
 
 
-def _fits(found: ShadowEntry, tensor: torch.Tensor, shadows: Shadows) -> bool:
+def _fits(found: ShadowEntry, tensor: torch.Tensor) -> bool:
     """Returns True if a shadow has one element for each of a tensor's storage.
 
     A view with another dtype of the same bytes has another number of elements.
     """
     assert found.shadow is not None
     size = tensor.untyped_storage().nbytes() // tensor.dtype.itemsize
-    return size == found.shadow.nbytes() // shadows.wide(tensor.dtype).itemsize
+    return size == found.shadow.nbytes() // wide_dtype(tensor.dtype).itemsize
 
 
 def _view(storage: torch.UntypedStorage, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

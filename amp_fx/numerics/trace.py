@@ -1,8 +1,7 @@
-"""Traces: the ops that a program ran, with locations and values, in memory or in a file.
+"""Traces: the ops that a program ran, with locations and samples of their results.
 
-A trace in memory has all elements. A trace for a file has a sample of each result, to stay small,
-and a digest of all bytes, to compare results. The file is a dictionary of lists, strings, numbers
-and one tensor of bytes, which ``torch.load(path, weights_only=True)`` reads.
+A digest of all bytes of each result shows whether results are equal. The file is a dictionary of
+lists, strings, numbers and one tensor of bytes: ``torch.load(path, weights_only=True)`` reads it.
 """
 
 from __future__ import annotations
@@ -19,13 +18,12 @@ import torch
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import OptionError
 from amp_fx.numerics.trace_diff import TraceDiff, TracedOp, aligned, op_differences
-from amp_fx.observe.ops import facts_of, is_tracked
+from amp_fx.observe.ops import is_tracked
 from amp_fx.observe.recorder import Event, Sink
 from amp_fx.observe.storages import Marks
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable, Sequence
     from typing import Self
 
     from amp_fx.graphs.locations import NodeLocation
@@ -44,24 +42,12 @@ class Trace:
     """The ops that a program ran, in order.
 
     Attributes:
-        name: The name of the program, eager or the compiler, and the version of torch.
+        name: The name of the program, and the version of torch.
         ops: The ops.
     """
 
-    def __init__(self, name: str, sample: int | None = None) -> None:
+    def __init__(self, name: str) -> None:
         self.name, self.ops = name, list[TracedOp]()
-        self._sample = sample
-        self._makers: Marks[tuple[int, ...]] = Marks()
-
-    def makers(self, tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-        """Returns the numbers of the ops that made tensors."""
-        found = (self._makers.get(t, ()) or () for t in tensors if t.layout is torch.strided)
-        return tuple(dict.fromkeys(number for numbers in found for number in numbers))
-
-    def mark(self, tensor: torch.Tensor, makers: tuple[int, ...]) -> None:
-        """Notes which ops made a tensor."""
-        if is_tracked(tensor):
-            self._makers.put(tensor, makers)
 
     def add(
         self,
@@ -80,12 +66,9 @@ class Trace:
             result: The result, which the program may overwrite later.
             inputs: The numbers of the ops that made its inputs.
         """
-        values, digest = result.detach().reshape(-1), ""
-        if self._sample is None:
-            values = values.clone()
-        else:
-            digest = _digest(values)
-            values = values[:: max(1, -(-values.numel() // self._sample))].cpu().clone()
+        values = result.detach().reshape(-1)
+        digest = _digest(values)
+        values = values[:: max(1, -(-values.numel() // SAMPLE))].cpu().clone()
         dtype, shape = dtype_name(result.dtype), tuple(result.shape)
         where = stage, place.module, op, place.source
         self.ops.append(TracedOp(*where, dtype, shape, inputs, digest, values))
@@ -168,21 +151,19 @@ class TraceSink(Sink):
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
+        self._makers: Marks[int] = Marks()
 
     def after(self, event: Event, before: Any) -> None:
         """Adds the results of an op."""
         del before
         if event.stage == "again" or event.facts.is_view or event.facts.is_empty:
             return
-        makers = self.trace.makers(event.tensors)
-        for result in filter(is_traced, traced_results(event.op, event.results)):
-            self.trace.mark(result, (len(self.trace.ops),))
-            self.trace.add(event.stage, event.location, op_label(event.op), result, makers)
-
-
-def traced_results(op: OpOverload, results: Sequence[Any]) -> Sequence[Any]:
-    """Returns the results of an op without those that it saves for its backward."""
-    return results[:1] if facts_of(op).saves else results
+        makers = [self._makers.get(t) for t in event.tensors if t.layout is torch.strided]
+        inputs = tuple(dict.fromkeys(number for number in makers if number is not None))
+        results = event.results[:1] if event.facts.saves else event.results
+        for result in filter(is_traced, results):
+            self._makers.put(result, len(self.trace.ops))
+            self.trace.add(event.stage, event.location, op_label(event.op), result, inputs)
 
 
 def is_traced(value: Any) -> bool:

@@ -38,8 +38,8 @@ class TracedOp:
         dtype: The dtype of the result.
         shape: The sizes of the result.
         inputs: The numbers of the ops that made its inputs.
-        digest: A hash of all bytes of the result; empty if ``values`` holds all elements.
-        values: The elements in one dimension, or a sample of them.
+        digest: A hash of all bytes of the result.
+        values: A sample of the elements, in one dimension.
     """
 
     stage: str
@@ -64,7 +64,7 @@ class OpDifference:
         source: The line in the program: ``"model.py:12: y = x @ w"``.
         dtypes: The dtype of the result in each trace.
         difference: The difference of the results.
-        error: The relative difference (L2) of the results, or of the samples of them.
+        error: The relative difference (L2) of the samples of the results.
         error_in: The largest relative difference of the inputs.
     """
 
@@ -122,7 +122,7 @@ def op_differences(before: Sequence[TracedOp], after: Sequence[TracedOp]) -> Ite
         if found is None:
             errors[-1] = 0.0
             continue
-        errors[-1] = relative_error(one.values, other.values)
+        errors[-1] = relative_error([(one.values, other.values)])
         at = one if any(errors[:-1]) else _added(after, other, known) or one
         place, dtypes = (at.stage, at.module, at.op, at.source), (one.dtype, other.dtype)
         yield OpDifference(*place, dtypes, found, errors[-1], error_in)

@@ -11,24 +11,15 @@ examined.
 from __future__ import annotations
 
 import functools
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.running import leaf_tensors
-from amp_fx.numerics.measures import (
-    Measures,
-    Readings,
-    heal,
-    largest_rounded,
-    measure_float,
-    rounded_integers,
-    sample_of,
-)
+from amp_fx.numerics.measures import Measures, Readings, heal, measure_float
 from amp_fx.numerics.records import OpRecord, OutputError
-from amp_fx.numerics.shadow import HALF_TO_FLOAT, Shadows, dropped_out
+from amp_fx.numerics.shadow import HALF_TO_FLOAT, Shadows, dropped_out, wide_dtype
 from amp_fx.observe.ops import is_tracked
 from amp_fx.observe.places import is_inside
 from amp_fx.observe.recorder import Event, Sink
@@ -50,12 +41,6 @@ aten = torch.ops.aten
 MEASURED = ("forward", "backward")
 """The stages whose ops are measured."""
 
-PRODUCTS = frozenset(
-    f"aten::{name}"
-    for name in ("mm", "addmm", "bmm", "baddbmm", "mv", "dot", "mul", "convolution", "linear")
-)
-"""Kernels in which a rounded position becomes a wrong angle."""
-
 
 class ShadowedCall:
     """One call of an op, and its repetitions in the reference.
@@ -63,15 +48,10 @@ class ShadowedCall:
     Args:
         twin: The sink that the call belongs to.
         event: The call.
-        recipe: The recipe of a product in float8; else empty.
-        rounded_to: The dtype of the operands of such a product.
     """
 
-    def __init__(
-        self, twin: Twin, event: Event, recipe: str = "", rounded_to: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, twin: Twin, event: Event) -> None:
         self.twin, self.event, self.shadows = twin, event, twin.shadows
-        self.recipe, self.rounded_to = recipe, rounded_to
         self.op, self.facts, self.args = event.op, event.facts, event.args
         self.tensors, self.written = event.tensors, event.written
         if event.kwargs.get("beta") == 0:  # sums with products do not read their first argument
@@ -83,27 +63,6 @@ class ShadowedCall:
         self.names_low = any(map(self.shadows.is_low, dtypes))
         may_differ = self.has_diverged or self.has_low or self.names_low
         self.is_affected = may_differ and not self.facts.is_empty
-
-    def note_origins(self) -> None:
-        """Records an op of the reference that makes infinite numbers from finite ones."""
-        if self.facts.is_empty or not self.tensors:
-            return
-        for result in self.event.results:
-            is_float = result.is_floating_point() and is_tracked(result)
-            if not is_float or not result.numel():
-                continue
-            readings = self.twin.readings
-            readings.add([result.sum()], functools.partial(self._note_origin, result))
-
-    def _note_origin(self, result: torch.Tensor, read: list[float]) -> None:
-        if math.isfinite(read[0]):
-            return
-        self.twin.readings.is_sound = False
-        if not self.twin.readings.is_batched and not _has_infinity(self.tensors):
-            seen = self._new_record(result)
-            seen.is_origin = True
-            seen.max_abs = read[0]
-            self.twin.record(seen)
 
     def prepare(self) -> None:
         """Chooses the inputs of the repetitions, before the op overwrites its own."""
@@ -131,17 +90,14 @@ class ShadowedCall:
         except (RuntimeError, IndexError, ValueError, NotImplementedError) as error:
             line = str(error).strip().split("\n")[0]
             self._follow()
-            self._leave_out(f"it does not run in {dtype_name(self.shadows.reference)} ({line})")
+            self._leave_out(f"it does not run in float32 ({line})")
             return
         if _shapes(shadow) != _shapes(results):
             self._follow()
             self._leave_out("its sizes depend on values, which differ")
             return
         again = None if self.mixed is None else self.mixed(results)
-        seen = self.compare(results, shadow, repeated, self.inside)
-        is_forward = self.event.stage == "forward"
-        if seen is not None and is_forward and not math.prod(seen.shape) > 1:
-            seen.magnitude = self._magnitude(shadow)
+        self.compare(results, shadow, repeated, self.inside)
         if again is not None and repeated is not None:
             self._note_errors_of_constants(repeated, again)
 
@@ -166,7 +122,7 @@ class ShadowedCall:
         def change(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 return choose(value)
-            return self.shadows.wide(value) if isinstance(value, torch.dtype) else value
+            return wide_dtype(value) if isinstance(value, torch.dtype) else value
 
         args, kwargs = pytree.tree_map(change, (self.args, self.event.kwargs))
         if self.op in HALF_TO_FLOAT and len(args) == 3:
@@ -249,10 +205,8 @@ class ShadowedCall:
             return shadow, before[1](results)
         return shadow, None if self.has_diverged else shadow
 
-    def compare(
-        self, results: Any, shadow: Any, repeated: Any, inside: set[int]
-    ) -> OpRecord | None:
-        """Measures results, sets their shadows, and returns the record if there is one.
+    def compare(self, results: Any, shadow: Any, repeated: Any, inside: set[int]) -> None:
+        """Measures results, and sets their shadows.
 
         Args:
             results: The results of the op in the program.
@@ -264,7 +218,7 @@ class ShadowedCall:
         same = leaf_tensors(repeated) if repeated is not None else [None] * len(low)
         first = next((t for t in low if t.is_floating_point()), low[0] if low else None)
         if first is None:
-            return None
+            return
         seen = self._new_record(first)
         is_measured = self.event.stage in MEASURED
         errors: list[tuple[torch.Tensor, Measures | None]] = []
@@ -288,15 +242,12 @@ class ShadowedCall:
             if self.has_diverged or self.has_low or self.shadows.is_low(result.dtype):
                 fresh = not _is_in(second, high[:position]) and not _shares(second, self.tensors)
                 self.shadows.put(result, wide, is_fresh=fresh)
-        if is_measured and self.event.stage == "forward" and self.facts.name in PRODUCTS:
-            self._note_rounded_integers(seen)
         is_recorded = is_measured and bool(num_counted or seen.flips)
         if is_recorded:
             self.twin.record(seen)
         for result, found in errors:
             entry = self.shadows.note(result)
             entry.origin, entry.measures = (seen.index if is_recorded else -1), found
-        return seen if is_recorded else None
 
     def _passed_on(self, seen: OpRecord) -> Measures:
         """Returns measures with the error of the inputs."""
@@ -307,29 +258,6 @@ class ShadowedCall:
 
         self.twin.readings.add([], fill)
         return found
-
-    def _note_rounded_integers(self, seen: OpRecord) -> None:
-        """Notes the largest of integers that a low input has rounded; 0 if there are none."""
-        pairs = [(t, self.shadows.of(t)) for t in self.tensors if self.shadows.is_low(t.dtype)]
-        if not self.twin.readings.is_batched:  # few elements show that most inputs are no integers
-            seen.integers = max((rounded_integers(*pair) for pair in pairs), default=0.0)
-            return
-
-        def fill(read: list[float]) -> None:
-            seen.integers = max(read, default=0.0)
-
-        self.twin.readings.add([largest_rounded(*p) for p in pairs if p[0].numel()], fill)
-
-    def _magnitude(self, shadow: Any) -> float:
-        """Returns the size of a scalar; of a sum or mean, that without cancellation."""
-        if self.facts.name in ("aten::mean", "aten::sum"):
-
-            def absolute(tensor: torch.Tensor) -> torch.Tensor:
-                return self.shadows.of(tensor).abs()
-
-            shadow = self._repetition(absolute)(shadow)
-        sizes = [abs(complex(t)) for t in leaf_tensors(shadow) if t.numel() == 1]
-        return max(sizes, default=0.0)
 
     def _compare_discrete(self, seen: OpRecord, result: torch.Tensor, shadow: torch.Tensor) -> bool:
         """Counts the elements that differ, and returns True if there are any."""
@@ -351,7 +279,7 @@ class ShadowedCall:
         is_counted: bool,
     ) -> Measures:
         """Heals a result, adds its measures to the record, and returns them."""
-        is_low = self.shadows.is_low(result.dtype) or self.rounded_to is not None
+        is_low = self.shadows.is_low(result.dtype)
         counts_zeros = is_low and torch.finfo(result.dtype).smallest_normal > 1e-30
         readings = self.twin.readings
         found, eps = measure_float(
@@ -364,11 +292,7 @@ class ShadowedCall:
             self.twin.num_healed += 1
         if not is_counted:
             return found
-        exact = (self.shadows.of(t) for t in self.tensors)
-        seen.is_origin |= not found.is_finite and not _has_infinity([*exact])
         readings.add([], lambda _: seen.add(found))
-        if seen.stage == "backward" and counts_zeros and found.numel:
-            self.twin.samples.append((sample_of(shadow), found))
         has_error = found.local_sq or readings.is_batched
         if eps is not None and seen.stage == "forward" and has_error:
             eps = eps if found.is_finite else torch.where(eps.isfinite(), eps, 0)
@@ -395,8 +319,7 @@ class ShadowedCall:
             index=len(self.twin.seen),
             stage=self.event.stage,
             kernel=self.facts.name,
-            dtype=dtype_name(self.rounded_to or result.dtype),
-            recipe=self.recipe,
+            dtype=dtype_name(result.dtype),
             shape=tuple(result.shape),
             inputs=tuple(dict.fromkeys(e.origin for e in known if e.origin >= 0)),
         )
@@ -430,30 +353,19 @@ class Twin(Sink):
     """Runs the shadow of a program beside it.
 
     Args:
-        reference: The dtype of the shadow.
         modules: Patterns of modules; None for all. Other ops run in the program only, so that
             the reference of these modules begins with the inputs that they get there.
         is_batched: True to read measures at the end; overflows are not healed then.
     """
 
-    def __init__(
-        self,
-        reference: torch.dtype,
-        modules: tuple[str, ...] | None = None,
-        *,
-        is_batched: bool = False,
-    ) -> None:
-        self.shadows, self.readings = Shadows(reference), Readings(is_batched=is_batched)
+    def __init__(self, modules: tuple[str, ...] | None = None, *, is_batched: bool = False) -> None:
+        self.shadows, self.readings = Shadows(), Readings(is_batched=is_batched)
         self.seen: list[OpRecord] = []
-        self.samples: list[tuple[torch.Tensor, Measures]] = []
-        """Samples of low gradients in the reference, and the measures of these gradients."""
         self.not_examined: dict[tuple[str, str], str] = {}
         self.output_errors: dict[int, list[OutputError]] = {}
         """Errors by the number of the node of autograd whose gradients they meet."""
         self.roots: list[float] = []
         """The values in the reference of which the step calls ``backward``."""
-        self.measured_nodes: set[int] = set()
-        """Numbers of nodes of products in float8, each of which is measured as one op."""
         self.num_healed = 0
         self._modules = modules
 
@@ -484,8 +396,6 @@ class Twin(Sink):
                 call.prepare()
         if call is not None and call.is_affected:
             call.finish()
-        elif call is not None:
-            call.note_origins()
 
     def leave_out(self, op: str, module: str, why: str) -> None:
         """Lists an op as not examined."""
@@ -494,20 +404,6 @@ class Twin(Sink):
     def is_wanted(self, location: NodeLocation) -> bool:
         """Returns True if ops at a location are measured."""
         return self._modules is None or is_inside(location.module, self._modules)
-
-    def magnitude_of(self, loss: torch.Tensor) -> float:
-        """Returns the size of the loss in the reference, or of the scalars that it is a sum of."""
-        entry = self.shadows.entry(loss)
-        pending = [entry.origin] if entry is not None else []
-        known, largest = set(pending), abs(float(self.shadows.of(loss)))
-        while pending:
-            index = pending.pop()
-            if not 0 <= index < len(self.seen) or math.prod(self.seen[index].shape) > 1:
-                continue
-            largest = max(largest, self.seen[index].magnitude)
-            pending += [i for i in self.seen[index].inputs if i not in known]
-            known.update(pending)
-        return largest
 
     def record(self, seen: OpRecord) -> None:
         """Adds the record of an op, unless a checkpoint repeats it or an optimizer runs it."""

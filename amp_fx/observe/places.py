@@ -51,19 +51,6 @@ def _checkpoint(body: Callable[..., Any], *args: Any, **_: Any) -> Any:
     return body(*args)
 
 
-def _map(function: Callable[..., Any], rows: Any, others: Any, **_: Any) -> Any:
-    from amp_fx.torch_private.higher_order import map_dense
-
-    return map_dense(function, rows, others)
-
-
-def _scan(function: Callable[..., Any], carried: Any, rows: Any, others: Any) -> Any:
-    from amp_fx.torch_private.higher_order import generic_scan
-
-    run: Callable[..., Any] = generic_scan
-    return run(function, carried, rows, additional_inputs=others)
-
-
 def _flex_attention(query: Any, key: Any, value: Any, *others: Any, **options: Any) -> Any:
     """Runs ``flex_attention`` with matrix products, after the casts of autocast."""
     from amp_fx.torch_private.higher_order import sdpa_dense
@@ -84,8 +71,6 @@ def _as_autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
 EAGER_FORMS: dict[str, Callable[..., Any]] = {
     "cond": _cond,
     "while_loop": _while_loop,
-    "map_impl": _map,
-    "scan": _scan,
     "flex_attention": _flex_attention,
     "tag_activation_checkpoint": _checkpoint,
 }
@@ -126,16 +111,11 @@ class Places:
     def __init__(self, notes: CallNotes, paths: ModulePaths) -> None:
         self._notes, self._modules = notes, paths
         self._last: tuple[int, NodeLocation] = (-1, NodeLocation())
-        self.in_graph: tuple[NodeLocation, Any] | None = None
-        """The place of the running op of a captured graph, and the function; else None."""
         self._paths: dict[int, str] = {}
         self._num_roots = -1
 
     def here(self, kernel: str) -> NodeLocation:
         """Returns the location of a running op, given its name: ``"aten::addmm"``."""
-        if self.in_graph is not None:
-            location, function = self.in_graph
-            return location._replace(op=policy_op(function, kernel))
         number, site = self._last
         if self._notes.function is None or number != self._notes.number:
             stack = current_stack()

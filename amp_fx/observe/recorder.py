@@ -59,7 +59,7 @@ class Event:
     """One op of a running program. It holds tensors, so sinks keep it only for the run.
 
     Attributes:
-        op: The overload that the dispatcher runs; None for a product in float8.
+        op: The overload that the dispatcher runs.
         facts: The facts in its schema.
         args: The arguments.
         kwargs: The named arguments.
@@ -70,7 +70,6 @@ class Event:
         result: What the op returned.
         results: The tensors in it.
         region: The autocast region around the op, if a sink follows regions.
-        overwritten: The value before of a low tensor that a backward adds to; else None.
     """
 
     def __init__(
@@ -88,7 +87,6 @@ class Event:
         self.known_place: Place | None = None
         self.result: Any = None
         self.region: Any = None
-        self.overwritten: torch.Tensor | None = None
 
     @property
     def place(self) -> Place:
@@ -218,7 +216,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             register_optimizer_step_post_hook(lambda each, *_: self._update(each, is_over=True)),
         ]
         try:
-            with observing_backwards(self._begin_backward), self.notes, self:
+            with observing_backwards(self.begin_backward), self.notes, self:
                 yield
         finally:
             for handle in handles:
@@ -233,13 +231,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self.guard.hold(optimizer)
         self._is_updating = not is_over
-        with self.paused(), torch.no_grad():
+        with below_everything(), self.paused():
             for sink in self.sinks:
                 sink.update(optimizer, is_over=is_over)
 
-    def _begin_backward(self, root: torch.Tensor) -> None:
-        for sink in self.sinks:
-            sink.root(root)
+    def begin_backward(self, root: torch.Tensor) -> None:
+        """Tells the sinks with which tensor a backward begins."""
+        with below_everything(), self.paused():
+            for sink in self.sinks:
+                sink.root(root)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

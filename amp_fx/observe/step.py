@@ -156,21 +156,27 @@ def _differentiate(result: Any, loss: Callable[[Any], Any] | None, watch: Contex
     with watch():
         found = result if loss is None else loss(result)
     outputs = [t for t in leaf_tensors(found) if t.requires_grad]
-    generator = torch.Generator().manual_seed(0)
-    grads = [
-        torch.ones_like(t)
-        if t.dim() == 0
-        else torch.randn(t.shape, generator=generator).to(t.device, t.dtype)
-        for t in outputs
-    ]
     if not outputs:
         return
+    directions = cotangents(outputs)
     try:
         with watch():
-            torch.autograd.backward(outputs, grads)
+            torch.autograd.backward(outputs, directions)
     except RuntimeError as error:
         if "backward through the graph a second time" not in str(error):
             raise
+
+
+def cotangents(outputs: Iterable[torch.Tensor], scale: float = 1.0) -> list[torch.Tensor]:
+    """Returns the gradients of outputs: the scale for a scalar, and random signs for others."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for output in outputs:
+        signs = torch.ones(())
+        if output.dim():
+            signs = torch.randint(0, 2, output.shape, generator=generator) * 2.0 - 1
+        found.append((signs * scale).to(output.device, output.dtype))
+    return found
 
 
 def detached(tree: Any) -> Any:

@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from torch._higher_order_ops.flex_attention import sdpa_dense
-from torch._higher_order_ops.map import map_dense
 from torch._higher_order_ops.passes.inline_invoke_subgraph import (
     inline_invoke_subgraph,
     inline_single_use_invoke_subgraph,
 )
-from torch._higher_order_ops.scan import generic_scan
 
-__all__ = (
-    "generic_scan",
-    "inline_invoke_subgraph",
-    "inline_single_use_invoke_subgraph",
-    "map_dense",
-    "sdpa_dense",
-)
+__all__ = ("inline_invoke_subgraph", "inline_single_use_invoke_subgraph", "sdpa_dense")

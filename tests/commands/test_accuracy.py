@@ -45,6 +45,7 @@ def test_a_repair_is_searched_for_and_saved(
     ("arguments", "message"),
     [
         (["--save", "a.toml"], "pass --search as well"),
+        (["--policy", "float8-rowwise"], "pass --search as well"),
         (["--search", "0.1", "--save", "a.txt"], "end in .toml"),
         (["--search", "-1"], "not a number of at least 0"),
     ],

@@ -136,7 +136,7 @@ TOOLS: dict[str, Callable[[Any], Any]] = {
     "accuracy": amp_fx.accuracy,
     "audit": amp_fx.audit,
     "record": amp_fx.record,
-    "search": lambda step: amp_fx.search(step, tolerance=0.2, compiler=None),
+    "search": lambda step: amp_fx.search(step, tolerance=0.2),
 }
 
 

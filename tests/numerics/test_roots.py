@@ -58,9 +58,8 @@ def test_a_policy_found_for_a_step_is_one_of_its_module() -> None:
 
     assert not compiled(net, amp_fx.Policy.default()).isfinite().all()
     for program in (step, parts):
-        result = amp_fx.search(program, tolerance=1e-2, dtype="float16", compiler="eager")(X)
+        result = amp_fx.search(program, tolerance=1e-2, dtype="float16")(X)
         assert "head" in {unit.module for unit in result.units} <= {"head", "body"}
-        assert {unit.roots for unit in result.units} == {()}
         assert result.report.roots == ()
         assert {name.name for name in result.report.gradients} <= {*dict(net.named_parameters())}
         assert compiled(net, result.policy).isfinite().all()
@@ -73,15 +72,13 @@ def test_a_step_of_two_modules() -> None:
     def step(x: Tensor) -> Any:
         return (first(x) - second(x)).float().square().mean()
 
-    result = amp_fx.search(step, tolerance=1e-2, dtype="float16", compiler=None)(X)
-    roots = {unit.module: unit.roots for unit in result.units}
-    assert {"head", "0.head"} <= {*roots} <= {"head", "0.head", "body", "0.body"}
-    assert all(roots[m] == ("second" if m[0] == "0" else "first",) for m in roots)
+    result = amp_fx.search(step, tolerance=1e-2, dtype="float16")(X)
+    found = {unit.module for unit in result.units}
+    assert {"head", "0.head"} <= found <= {"head", "0.head", "body", "0.body"}
     assert result.report.roots == (("first", "Overflowing"), ("second", "Sequential"))
     modules = {node.module for node in result.report.nodes}
     assert {"first.head", "second.0.head"} <= modules
     assert "root modules: first (Overflowing), second (Sequential)" in str(result.report)
-    assert "second" in str(result)
     assert compiled(step, result.policy).isfinite()
     for net in (first, second):
         torch._dynamo.reset()

@@ -118,24 +118,50 @@ def test_inputs_are_not_overwritten_before_an_op() -> None:
     assert x.tolist() == [0.0] * 3, "the state is put back"
 
 
-def test_ops_of_sinks_are_not_observed_cast_or_differentiated() -> None:
-    weight = torch.randn(4, 4, requires_grad=True)
-    made: list[torch.Tensor] = []
+class Computes(Sink):
+    """Computes a product of its own whenever it is called."""
 
-    class Computes(Sink):
-        def before(self, event: Event) -> None:
-            if event.name == "mm":
-                made.append(weight @ weight)
+    def __init__(self) -> None:
+        self.weight = torch.randn(4, 4, requires_grad=True)
+        self.made: dict[str, list[torch.Tensor]] = {}
 
-    kept = Kept(lambda event: event.name)
+    def compute(self, when: str) -> None:
+        self.made.setdefault(when, []).append(self.weight @ self.weight)
 
-    def step() -> None:
-        with torch.autocast("cpu"):
-            weight @ weight
+    def before(self, event: Event) -> None:
+        self.compute(f"before an op of the {event.stage}")
 
-    observed(step, Computes(), kept)
-    assert kept.rows.count("mm") == 1
-    assert [(t.dtype, t.requires_grad) for t in made] == [(torch.float32, False)]
+    def after(self, event: Event, before: Any) -> None:
+        del before
+        self.compute(f"after an op of the {event.stage}")
+
+    def root(self, root: torch.Tensor) -> None:
+        del root
+        self.compute("root")
+
+    def update(self, optimizer: torch.optim.Optimizer, *, is_over: bool) -> None:
+        del optimizer, is_over
+        self.compute("update")
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_ops_of_sinks_are_not_observed_cast_or_differentiated(reentrant: bool) -> None:
+    """Compares the step with one of the same seed whose sinks compute nothing."""
+    kept, expected = (
+        Kept(lambda event: (event.stage, event.location.module, str(event.op))) for _ in range(2)
+    )
+    computes = Computes()
+    with torch.autocast("cpu"):
+        observed(training_step(reentrant), computes, kept)
+        observed(training_step(reentrant), expected)
+    rows, others = ([row for row in k.rows if row[2] not in COPIES] for k in (kept, expected))
+    assert rows == others
+    stages = ("forward", "backward", "update", "again")
+    ops = {f"{when} an op of the {stage}" for when in ("before", "after") for stage in stages}
+    assert set(computes.made) == {"root", "update", *ops}
+    products = [each for several in computes.made.values() for each in several]
+    assert {(t.dtype, t.requires_grad) for t in products} == {(torch.float32, False)}
+    assert computes.weight.grad is None
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
