@@ -59,7 +59,7 @@ PROGRAMS: dict[str, Program] = {}
 """Functions of a ``Net`` and a batch, which use its weights in different ways."""
 
 SAVES_WEIGHTS = {"computed", "two precisions", "results", "exponents", "elements", "tied"}
-SAVES_WEIGHTS |= {"bodies", "checkpoints"}
+SAVES_WEIGHTS |= {"bodies", "checkpoints", "saved"}
 """Programs whose backward, in eager code, refuses to run after a write, or reads new weights."""
 
 ROUNDED_ONCE = {
@@ -140,7 +140,8 @@ def results(net: Net, x: torch.Tensor) -> Any:
     """Results that are weights, views of weights, constants, or values that could be cached."""
     weight, edges = net.a.weight, torch.tensor([-0.5, 0.0, 0.5])
     values = weight.bfloat16(), weight.bfloat16().view(-1)[2:], weight * 2, net.a.bias + 0
-    squares = [weight @ weight, torch.diagonal(weight @ weight)]
+    copies = weight.clone(), weight.to(weight.dtype, copy=True), weight.clone().t()
+    squares = [weight @ weight, (weight @ weight)[1]]
     constants = {
         "edges": edges,
         "of": torch.bucketize(x, edges),
@@ -148,7 +149,7 @@ def results(net: Net, x: torch.Tensor) -> Any:
     }
     dropped = functional.dropout(functional.linear(x, weight), training=False)
     largest = weight.max(dim=1).values
-    return dropped, weight, weight[1:].t(), *values, squares, constants, largest
+    return dropped, weight, weight[1:].t(), *values, copies, squares, constants, largest
 
 
 @_program("tied")
@@ -165,6 +166,28 @@ def elements(net: Net, x: torch.Tensor) -> Any:
     norm = functional.layer_norm(x, (SIZE,), a[0], b[1])
     products = x @ (a * b).t(), functional.linear(x, a.tanh())
     return norm, *products, x.sin() * a[1] + b[0], (a * b)[1:3], torch.cat([a])
+
+
+class SavedAsGradient(torch.autograd.Function):
+    """A function whose gradient is a tensor that it saves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(other)
+        return x * 2 + other
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return (*ctx.saved_tensors, None)
+
+
+@_program("saved")
+def saved(net: Net, x: torch.Tensor) -> Any:
+    """A gradient that is a cached value, and values that a kernel of the backward reads last."""
+    a, b = net.a.weight, net.b.weight.detach()
+    value: Any = SavedAsGradient.apply(net.b.weight, a.detach().cumsum(0))  # type: ignore[no-untyped-call]
+    masked = functional.linear(x, net.b.weight * (1 - a))
+    return functional.linear(x, value), masked, x @ (a * (1 - b)).tanh() @ (a * (1 - b).t())
 
 
 @_program(WRITING)

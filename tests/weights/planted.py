@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from amp_fx import csrc
 from amp_fx.backend import lower
-from amp_fx.passes import pack_for_kernels
+from amp_fx.passes import pack_for_kernels, protect_saved_inputs
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.constants_to_inputs import ConstantsToInputs
 from amp_fx.weights import inputs, pack, plan, prepare, store, write_signals
@@ -59,7 +59,7 @@ IN_PYTHON: dict[str, list[tuple[Any, str, Any]]] = {
     "refilled memory": [(store, "_can_refill", lambda *_: True)],
     "freed weights": [(store.Store, "_on_weight_freed", lambda *_: None)],
     "swapped tensors": [(store, "forget", lambda _: None)],
-    "donated": [(lower, "keep_saved", lambda _: None)],
+    "donated": [(protect_saved_inputs, "keep_saved", lambda _: None)],
     "constants": [(ConstantsToInputs, "call", lambda *_: PassResult(collections.Counter()))],
     "returned copies": [(pack_for_kernels, "_separate_outputs", lambda *_: None)],
     "escaping values": [(m, "escaping", lambda *_: set()) for m in (lower, pack, plan)],

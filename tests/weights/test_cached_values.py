@@ -13,8 +13,10 @@ from hypothesis import HealthCheck, Phase, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
+from amp_fx import csrc
 from amp_fx.weights.read_only import CHECK_ENVIRONMENT
 from tests import needs
+from tests.weights import planted
 from tests.weights.machine import AGENTS, KEEP, PENDING, PROGRAMS, ROADS, WRITING, Session
 from tests.weights.writes import SIGNALS
 
@@ -49,6 +51,7 @@ SIMPLE = (
 """Writes after which the same code runs."""
 
 PREPARED = (
+    "one_storage_for_both",
     "neighbour_of_another_model",
     "partly_frozen",
     "averages_swapped_in_and_out",
@@ -100,7 +103,7 @@ def machine(ways: tuple[str, ...]) -> type[RuleBasedStateMachine]:
         )
         def begin(self, program: str, prepared: str, names: list[str], calls: int) -> None:
             # PyTorch refuses branches whose operands share memory.
-            assume(program != "bodies" or "flat" not in prepared)
+            assume(program != "bodies" or not {"flat", "one"} & {*prepared.split("_")})
             self.session = Session(program, prepared)
             self.names = names
             for _ in range(calls):
@@ -395,6 +398,15 @@ def test_scenes_that_once_failed(way: str) -> None:
     assert not failures(sessions)
 
 
+@pytest.mark.parametrize("way", ["frozen", "trained"])
+def test_callers_may_write_to_results_and_gradients(way: str) -> None:
+    """Also if kernels add in place, or a backward reads a value of a frozen weight last."""
+    programs = ("computed", "elements", "exponents", "results", "saved")
+    steps: list[Step] = [("call", way), ("spoil", way), ("write", "everything"), ("spoil", way)]
+    scenes = {name: (functools.partial(Session, name, "partly_frozen"), steps) for name in programs}
+    assert not failures(scenes)
+
+
 def test_programs_that_write_their_weights() -> None:
     """A weight may be a buffer, or a part of one."""
     ways = ("eval", "inference", "frozen", "kept")
@@ -403,6 +415,13 @@ def test_programs_that_write_their_weights() -> None:
         for write in ("buffer", "flat_buffer", "partly_frozen")
     }
     assert not failures(scenes)
+
+
+def test_faults_can_be_planted() -> None:
+    source = csrc.SOURCE.read_text()
+    assert all(source.count(text) == 1 for text, _ in planted.IN_CPP.values())
+    attributes = [pair[:2] for pairs in planted.IN_PYTHON.values() for pair in pairs]
+    assert all(hasattr(owner, name) for owner, name in attributes)
 
 
 # ------------------------------------------------------------------------------ random sessions

@@ -393,6 +393,17 @@ def _flattened(net: Net) -> torch.Tensor:
     return flat
 
 
+@_prepared("place")
+def one_storage_for_both(net: Net) -> Step:
+    """Two weights share memory when a graph is compiled, until one gets other data."""
+    net.b.weight.data = net.a.weight.data
+
+    def step(i: int) -> None:
+        net.b.weight.data = other(i)
+
+    return step
+
+
 @_prepared("storage")
 def neighbour_of_another_model(net: Net) -> Step:
     """A weight of each of two models lies in one buffer; both have cached values."""
