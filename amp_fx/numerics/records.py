@@ -182,8 +182,8 @@ class Suspect:
     """Ops that cause harm, in one module or in repeated modules.
 
     Attributes:
-        kind: ``"overflow"``, ``"underflow"``, ``"local error"``, ``"cancellation"``,
-            or ``"growth"`` (of errors, over several ops of a module).
+        kind: ``"overflow"``, ``"underflow"``, ``"local error"`` or ``"growth"`` (of errors, in
+            one module).
         module: The path of the module; ``*`` replaces the numbers of repeated modules.
         op: The op to repair, by its name in a policy, or else that of the kernel.
         stage: ``"forward"`` or ``"backward"``.

@@ -63,17 +63,18 @@ class OpGraph:
             found |= {n.index: n for n in level}
         return list(found.values())
 
-    def source(self, node: OpRecord, *, is_inside: bool = False) -> OpRecord:
-        """Returns the op of the forward whose error matters most, of those upstream of an op.
+    def source(self, node: OpRecord) -> OpRecord:
+        """Returns the op of the forward whose error matters most, upstream of an op.
 
-        Args:
-            node: The op; it is the source itself if nothing upstream rounds.
-            is_inside: True to look at the op itself, and at all of its module.
+        It is in the module of the op if an op there rounds, else at most ``HOPS`` edges away. If
+        nothing upstream rounds, it is the op itself.
         """
-        above = [*[node] * is_inside, *self.upstream(node, is_inside=is_inside)]
-        rounding = [n for n in above if n.local > 0 and n.stage == "forward"]
-        inside = [n for n in rounding if n.module == node.module]
-        return max(inside or rounding, key=lambda n: n.effect_rms, default=node)
+        inside, near = self.upstream(node, is_inside=True), self.upstream(node)
+        for above in (inside, [node], near):
+            rounding = [n for n in above if n.local > 0 and n.stage == "forward"]
+            if rounding:
+                return max(rounding, key=lambda n: n.effect_rms)
+        return node
 
     @functools.cached_property
     def chosen(self) -> frozenset[int]:
@@ -127,12 +128,8 @@ def weight_of(nodes: Sequence[OpRecord]) -> float:
 
 LOCAL_UNITS = 8.0
 """The largest harmless error of an op itself, in roundings; a sound kernel has about half."""
-AMPLIFICATION = 30.0
-"""The amplification of an error from which an op is a suspect, ..."""
-CANCELLED = 0.03
-"""... if its relative error is at least this large."""
 GROWTH = 20.0
-"""The growth of errors over several ops of one module from which these are suspects, ..."""
+"""The growth of errors in one module from which its ops are suspects, ..."""
 GROWN = 0.05
 """... if the relative error of a result is at least this large."""
 LEAST_ELEMENTS = 8
@@ -199,7 +196,7 @@ def _findings(node: OpRecord, graph: OpGraph, room: float) -> Iterator[_Finding]
     if node.is_overflow or (node.fills and any(n.poisoned for n in graph.nodes)):
         yield _overflow(node, graph)
     if node.stage == "forward":
-        yield from _forward_findings(node, graph)
+        yield from _forward_findings(node)
     elif node.local >= LOST_GRADIENT:
         yield from _gradient_findings(node, room)
 
@@ -211,16 +208,13 @@ def _gradient_findings(node: OpRecord, room: float) -> Iterator[_Finding]:
         yield _Finding("underflow", node, node, score, f"{flush_words(node)}, {lost}")
 
 
-def _forward_findings(node: OpRecord, graph: OpGraph) -> Iterator[_Finding]:
+def _forward_findings(node: OpRecord) -> Iterator[_Finding]:
     units = node.local / UNIT[node.dtype]
     if units > LOCAL_UNITS and not node.overflows:
         kind = "underflow" if node.underflow > 0.001 else "local error"
         why = f"its own error is {number(node.local)}, {units:.0f} roundings"
         why += f"; {flush_words(node)}" if node.underflow else ""
         yield _Finding(kind, node, node, units / LOCAL_UNITS, why)
-    is_large = node.amplification >= AMPLIFICATION and node.accumulated >= CANCELLED
-    if is_large and _is_telling(node) and node.index not in graph.chosen:
-        yield _cancellation(node, graph)
 
 
 def _is_telling(node: OpRecord) -> bool:
@@ -242,22 +236,17 @@ def _singularity(node: OpRecord, graph: OpGraph) -> _Finding:
     most = max((n.underflow for n in inside), default=0.0)
     flushed = [n for n in inside if n.flushed and n.underflow >= most / 4]
     # The first flush causes later ones.
-    cause = flushed[-1] if flushed else graph.source(node)
+    rounded = [n for n in inside if n.local > 0]
+    worst = max(rounded, key=lambda n: n.effect_rms, default=node)
+    cause = flushed[-1] if flushed else worst
     if cause is not node:
         told = flush_words(cause) if cause.flushed else f"it rounds by {number(cause.local)}"
         why = f"{told}, and in `{node.label}` after it {why}"
     return _Finding("overflow", node, cause, float(node.singular), why)
 
 
-def _cancellation(node: OpRecord, graph: OpGraph) -> _Finding:
-    why = f"amplifies its error {node.amplification:.0f} times, to {number(node.accumulated)}"
-    cause = graph.source(node)
-    why = why if cause.label == node.label else f"`{node.label}` after it {why}"
-    return _Finding("cancellation", node, cause, node.amplification / AMPLIFICATION, why)
-
-
 def _growths(graph: OpGraph, blamed: set[str]) -> Iterator[_Finding]:
-    """Yields modules in which errors grow over several ops, none above a threshold by itself."""
+    """Yields modules in which errors grow, in one op or over several."""
     unit = max((UNIT[n.dtype] for n in graph.nodes if n.dtype in UNIT), default=0.0)
     worst: dict[str, tuple[float, OpRecord]] = {}
     for node in graph.nodes:
@@ -272,7 +261,7 @@ def _growths(graph: OpGraph, blamed: set[str]) -> Iterator[_Finding]:
 
 
 def _growth(node: OpRecord, growth: float, graph: OpGraph) -> _Finding:
-    cause = graph.source(node, is_inside=True)
+    cause = graph.source(node)
     why = f"errors grow {growth:.0f} times in the module, to {number(node.accumulated)}"
     why += f" in `{node.label}`" if node.label != cause.label else ""
     return _Finding("growth", node, cause, growth / GROWTH, why)
@@ -290,7 +279,7 @@ def _wrong_gradients(graph: OpGraph, gradient_error: float) -> Iterator[_Finding
     why = f"the gradients are off by {share(gradient_error)}: in the backward of `{worst.label}` "
     why += f"errors grow {worst.amplification:.0f} times, to {number(worst.accumulated)}"
     source = max(saved, key=lambda n: n.accumulated, default=worst)
-    cause = graph.source(source, is_inside=True)
+    cause = graph.source(source)
     yield _Finding("growth", worst, cause, gradient_error / WRONG_GRADIENT, why)
 
 
