@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.comparison import compare
 from benchmarks.contenders import BY_NAME, CONTENDERS, Settings
-from benchmarks.workloads import CASES
+from benchmarks.workloads import BY_DEFAULT, CASES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     }
     sys.stdout.write("".join(f"{name}: {fact}\n" for name, fact in report.items()))
     comparisons = []
-    for case in parsed.cases or CASES:
+    for case in parsed.cases or BY_DEFAULT:
         with settings.device:
             workloads = list(CASES[case]())
         for workload in workloads:
@@ -64,7 +64,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, default = parser.add_argument, Settings()
-    add("cases", nargs="*", metavar="CASE", type=_case, help="default: all")
+    add("cases", nargs="*", metavar="CASE", type=_case, help="default: all but tiny-sweep")
     add("--device", type=_device, default=default.device, help="default: %(default)s")
     add("--dtype", type=_dtype, default=default.dtype, help="bfloat16 or float16")
     add("--contenders", type=_contenders, default=(), help="comma-separated; default: all")

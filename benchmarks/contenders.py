@@ -106,7 +106,7 @@ _ours = functools.partial(Contender, backend=AMP_FX)
 _low = functools.partial(Contender, backend=NATIVE, is_stored_low=True)
 _frozen = functools.partial(_native, is_frozen=True, only="inference")
 _STRICT, _TUNED = (("emulate_precision_casts", True),), (("max_autotune", True),)
-_CACHED = (("weight_cache", "training"),)
+_CACHED, _UNPACKED = (("weight_cache", "training"),), (("freezing", False),)
 
 CONTENDERS = (
     Contender(FLOAT32, "eager float32"),
@@ -120,6 +120,7 @@ CONTENDERS = (
     _ours(AMP_FX_REGION, "amp_fx under torch.autocast", is_autocast=True, only="calls"),
     _ours(AMP_FX_COMPILE, "amp_fx.compile(model)", only="calls"),
     _ours("amp_fx-autotune", "amp_fx with max_autotune", options=_TUNED, only="inference"),
+    _ours("amp_fx-unpacked", "casts cached, not packed", options=_UNPACKED, only="inference"),
     _ours("amp_fx-cached", "casts cached in training", options=_CACHED, only="training"),
     _ours("amp_fx-uncached", "amp_fx with weight_cache off", options=(("weight_cache", False),)),
     _ours(LEAN, "amp_fx with the lean preset", options=(("policy", "lean"),), only="training"),

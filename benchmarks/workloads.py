@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -169,22 +170,22 @@ def vit() -> Iterator[Workload]:
 
 TINY = ((8, 4), (16, 16), (32, 4), (32, 64), (48, 16), (64, 1), (64, 16), (96, 128))
 """Widths and rows: on both sides of the sizes from which ATen calls oneDNN."""
+SWEPT_WIDTHS, SWEPT_ROWS = (4, 8, 16, 24, 32, 48, 64, 96), (1, 4, 16, 64, 256)
 
 
 def tiny() -> Iterator[Workload]:
     """Inference of 12 layers that are so small that starting a kernel is most of the time."""
-    for width, rows in (
-        (8, 4),
-        (16, 16),
-        (32, 4),
-        (32, 64),
-        (48, 16),
-        (64, 1),
-        (64, 16),
-        (96, 128),
-    ):
-        name = f"Linear({width}) x12, {rows} rows"
-        yield Workload(name, _builder(_linear, width, 12), (torch.randn(rows, width),))
+    return itertools.starmap(_tiny_layers, TINY)
+
+
+def tiny_sweep() -> Iterator[Workload]:
+    """The layers of `tiny` in 40 sizes, widths 4 to 96 and 1 to 256 rows; only if named."""
+    return itertools.starmap(_tiny_layers, itertools.product(SWEPT_WIDTHS, SWEPT_ROWS))
+
+
+def _tiny_layers(width: int, rows: int) -> Workload:
+    name = f"Linear({width}) x12, {rows} rows"
+    return Workload(name, _builder(_linear, width, 12), (torch.randn(rows, width),))
 
 
 def calls() -> Iterator[Workload]:
@@ -196,4 +197,5 @@ def calls() -> Iterator[Workload]:
 
 
 ALL = (mlp, mlp_train, gpt_decode, gpt_prefill, gpt_train, llama_decode, encoder, conv, vit)
-CASES = {f.__name__.replace("_", "-"): f for f in (*ALL, tiny, calls)}
+CASES = {f.__name__.replace("_", "-"): f for f in (*ALL, tiny, calls, tiny_sweep)}
+BY_DEFAULT = tuple(name for name, case in CASES.items() if case is not tiny_sweep)
