@@ -80,3 +80,8 @@ def did_you_mean(name: object, candidates: Iterable[str]) -> str:
     """Returns the end of a message about an unknown name: a suggestion, or an empty string."""
     similar = difflib.get_close_matches(str(name), [*candidates], n=1)
     return f"; did you mean {similar[0]!r}?" if similar else ""
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the type of an error, and the first line of its message."""
+    return ": ".join((type(error).__name__, *str(error).strip().splitlines()[:1]))

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from rich.console import RenderableType
     from rich.table import Table
@@ -155,6 +155,12 @@ def dtype_cell(dtype: str) -> Text:
     from rich.text import Text
 
     return Text(SHORT.get(dtype, dtype), style=STYLES.get(dtype, ""))
+
+
+def first_of(items: Sequence[str], most: int) -> list[str]:
+    """Returns the first items, and how many others there are."""
+    others = len(items) - most
+    return [*items[:most], *([f"{others} more"] if others > 0 else [])]
 
 
 def times(number: int) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.errors import UnsupportedError
+from amp_fx.errors import UnsupportedError, first_line
 from amp_fx.regions.state import no_autocast
 from amp_fx.tables.cast_policy import CastPolicy
 from amp_fx.torch_private.pytree import tree_map_only
@@ -89,7 +89,7 @@ class Target:
         Raises:
             UnsupportedError: The device is out of memory, or does not work any more.
         """
-        message = _first_sentence(error)
+        message = first_line(error)
         if isinstance(error, torch.OutOfMemoryError):
             raise UnsupportedError(
                 f"{self.device_type} is out of memory: free some and start again ({message})"
@@ -108,18 +108,9 @@ class Target:
                 one = torch.ones(1, dtype=torch.float32).to(self.device_type)
                 is_alive = (one + one).cpu().item() == 2.0
         except Exception as error:
-            raise UnsupportedError(f"{problem} ({_first_sentence(error)})") from error
+            raise UnsupportedError(f"{problem} ({first_line(error)})") from error
         if not is_alive:
             raise UnsupportedError(f"{problem} (1 + 1 is not 2)")
-
-
-def _first_sentence(error: Exception) -> str:
-    """Returns the type of an exception, and the beginning of its message."""
-    line = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {line.partition('. ')[0]}"[:_MAX_LENGTH]
-
-
-_MAX_LENGTH = 160
 
 
 def text(value: object) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import fx
 
+from amp_fx.errors import first_line
 from amp_fx.graphs.locations import location_of, target_name
 from amp_fx.graphs.loops import restore_bodies
 from amp_fx.graphs.markers import surround
@@ -76,7 +77,9 @@ def warn_transforms(error: Exception, graph: fx.Graph) -> None:
 
 def warn_eager(error: Exception, compiler: str, graph: fx.Graph, what: str = "graph") -> None:
     """Warns once per cause that a rewritten graph could not be compiled."""
-    reason = f"{type(error).__name__}: {_first_lines(error)}"
+    # Inductor names the op in the second line.
+    targets = [line.strip() for line in str(error).strip().splitlines()[1:2] if "target:" in line]
+    reason = ", ".join((first_line(error), *targets))
     head = f"a {what} runs op by op, with its casts, because it could not be compiled with"
     _warn_once(f"{head} {compiler!r}", reason, error, graph)
 
@@ -119,13 +122,6 @@ def _warn_recompile_limit(frame: str, limit: str) -> None:
             name,
             limit,
         )
-
-
-def _first_lines(error: Exception) -> str:
-    """Returns the first line of a message, and the second if inductor names an op there."""
-    lines = [line.strip() for line in str(error).strip().splitlines()]
-    targets = [line for line in lines[1:2] if line.startswith("target:")]
-    return ", ".join(lines[:1] + targets) or "no message"
 
 
 def _warn_once(

@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 
 from amp_fx.backend.rewrite import graph_devices, start_state_on
 from amp_fx.csrc.guards import add_guards
-from amp_fx.errors import ArgumentTypeError, OptionError, UnsupportedError
+from amp_fx.errors import ArgumentTypeError, OptionError, UnsupportedError, first_line
 from amp_fx.exporting.other_device import check_inner_regions, check_region
 from amp_fx.exporting.program import check_program
 from amp_fx.exporting.rewriting import (
@@ -281,7 +281,7 @@ def package(
         with torch.no_grad(), no_autocast(), folding:
             aoti_compile_and_package(exported, package_path=str(target), inductor_configs=configs)
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        reason = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        raise UnsupportedError(f"AOTInductor cannot compile this program: {reason}") from error
+        raise UnsupportedError(
+            f"AOTInductor cannot compile this program: {first_line(error)}"
+        ) from error
     return target

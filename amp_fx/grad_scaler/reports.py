@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,14 +12,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_fx.errors import ArgumentTypeError
 from amp_fx.grad_scaler.gradients import dense
+from amp_fx.reports import first_of
 from amp_fx.weights.spread import part_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 NamedParameters: TypeAlias = Iterable[tuple[str, Tensor]]
-
-_MOST_CHARACTERS = 400
 
 
 class ParameterNames:
@@ -55,11 +53,6 @@ class ParameterNames:
                 name = self._names.get(param, None)  # type: ignore[no-untyped-call]
                 named.append((name or default, param))
         return named
-
-
-def listing(names: list[str]) -> str:
-    """Joins names; truncates long lists."""
-    return textwrap.shorten(", ".join(names), _MOST_CHARACTERS, placeholder=" and more")
 
 
 @dataclass(frozen=True)
@@ -127,7 +120,8 @@ class StepReport:
     def __repr__(self) -> str:
         """Returns the outcome as far as known without waiting for the device."""
         skipped = "<on the device>" if self._skipped is None else self._skipped
-        return f"StepReport(skipped={skipped}, overflows=[{listing([*map(str, self._overflows)])}])"
+        overflows = ", ".join(first_of([*map(str, self._overflows)], 8))
+        return f"StepReport(skipped={skipped}, overflows=[{overflows}])"
 
 
 @torch.no_grad()

@@ -20,9 +20,10 @@ from amp_fx.grad_scaler.gradients import (
     params_of,
     unscale_,
 )
-from amp_fx.grad_scaler.reports import ParameterNames, StepReport, count_overflows, listing
+from amp_fx.grad_scaler.reports import ParameterNames, StepReport, count_overflows
 from amp_fx.grad_scaler.scale_bound import ScaleBound
 from amp_fx.grad_scaler.scale_update import ScaleState, updated
+from amp_fx.reports import first_of
 from amp_fx.torch_private.optimizers import (
     is_fused,
     is_step_observed,
@@ -472,8 +473,9 @@ class GradScaler(torch.amp.GradScaler):
     def _float16_error(self, optimizer: Any) -> OptionError:
         named = [(name, param.grad) for name, param in self._names.of(optimizer)]
         names = [name for name, grad in named if grad is not None and grad.dtype is torch.float16]
+        shown = ", ".join(first_of(names, 8))
         return OptionError(
-            f"Attempting to unscale FP16 gradients of {listing(names)}. Use float32 parameters "
+            f"Attempting to unscale FP16 gradients of {shown}. Use float32 parameters "
             "with torch.autocast, or construct the scaler with allow_fp16=True (unscaled float16 "
             "gradients may underflow to zero)."
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from amp_fx.reports import Report
+from amp_fx.reports import Report, first_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -60,8 +60,7 @@ class VerifyReport(Report):
             return Text(f"{head}all {self.num_compared} tensors are equal to eager autocast's")
         count = len(self.differences)
         lines = [f"{head}{count} of {self.num_compared} tensors differ from eager autocast's"]
-        lines += [f"  {each}" for each in self.differences[:_MOST]]
-        lines += [f"  and {count - _MOST} more"] if count > _MOST else []
+        lines += [f"  {each}" for each in first_of([*map(str, self.differences)], _MOST)]
         lines += [f"first: {self.first}"] if self.first else []
         lines += [f"cause: {self.cause}"] if self.cause else []
         lines += [f"equal with options={self.remedy}"] if self.remedy else []

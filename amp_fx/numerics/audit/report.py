@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from amp_fx.explanation.table import folded_path, without_numbers
 from amp_fx.graphs.locations import short_path
 from amp_fx.numerics.records import grouped
-from amp_fx.reports import Report, dtype_cell, human, new_table
+from amp_fx.reports import Report, dtype_cell, first_of, human, new_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -200,5 +200,4 @@ def _modules(uses: list[Use]) -> str:
     for use in uses:
         sizes[use.module or "-"] = sizes.get(use.module or "-", 0) + use.num_bytes
     names = sorted(sizes, key=lambda name: -sizes[name])
-    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return ", ".join(names[:_MOST]) + more
+    return ", ".join(first_of(names, _MOST))
