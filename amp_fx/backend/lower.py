@@ -45,7 +45,7 @@ from amp_fx.weights.stored_low import stored_tensors
 from amp_fx.weights.watch import engine, is_available
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     import torch
     from torch import fx
@@ -186,6 +186,7 @@ def find_cached(
     options: Options,
     *,
     can_watch: Callable[[], bool] = is_available,
+    foreign_ids: Collection[int] = (),
 ) -> Caching | None:
     """Finds out what the graphs of a rewritten graph can cache; None if nothing.
 
@@ -194,6 +195,7 @@ def find_cached(
         rewritten: The graph, rewritten.
         options: The options of the backend.
         can_watch: Returns True if writes to weights can be detected.
+        foreign_ids: Identities of fake copies of weights whose memory torch did not allocate.
     """
     is_allowed = options.weight_cache and rewritten.state.cache_enabled
     if not is_allowed or not options.uses_aot_autograd:
@@ -206,6 +208,7 @@ def find_cached(
         rewritten.gm,
         frame=rewritten.frame,
         stored=set() if options.freezing else stored_tensors(rewritten.frame.modules()),
+        foreign_ids=foreign_ids,
         is_training_cached=options.weight_cache == "training",
     )
     # Without autocast, the program asked for float32, whose packed kernels have other bits.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from amp_fx.explanation.records import CASTS
@@ -11,37 +12,18 @@ from amp_fx.graphs.locations import short_path
 from amp_fx.reports import SHORT
 
 if TYPE_CHECKING:
-    from amp_fx.explanation.records import GraphRecord, NodeRecord, TensorRecord
+    from amp_fx.explanation.records import GraphRecord, NodeRecord
 
-MOVES = frozenset(
-    (
-        "view",
-        "view_as",
-        "reshape",
-        "reshape_as",
-        "flatten",
-        "unflatten",
-        "contiguous",
-        "transpose",
-        "permute",
-        "t",
-        "mT",
-        "T",
-        "movedim",
-        "swapaxes",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "expand_as",
-        "getitem",
-        "select",
-        "narrow",
-        "split",
-        "chunk",
-        "unbind",
-    )
-)
-"""Ops that only move elements or change shapes. They have no boxes."""
+Path = tuple[str, ...]
+"""Levels of a module path: ``("layers.0", "attn")`` for ``layers.0.attn``."""
+
+_LEVEL = re.compile(r"[^.\d][^.]*(?:\.\d+(?![^.]))?|[^.]+")
+"""One level of a module path: a name with a number in its list, as in ``layers.0``."""
+
+
+def levels(module: str) -> Path:
+    """Returns the levels of a module path."""
+    return tuple(_LEVEL.findall(module))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +34,10 @@ class Box:
         kind: ``"op"``, ``"opaque"``, ``"input"``, ``"output"``, ``"module"`` (a closed module) or
             ``"outside"`` (next to the module that is shown).
         title: The text in bold.
-        module: Path of the module in whose frame the box is drawn.
+        path: Levels of the module in whose frame the box is drawn.
         lines: The text below the title.
         dtypes: The compute dtype of each of its ops.
-        shapes: Dtypes and shapes of its results.
+        results: Dtypes and shapes of its results.
         ops: Names of the nodes that the box represents.
         casts: Names of the casts in front of its ops that are made in every call.
         cached: Names of the casts of its weights that are cached.
@@ -64,21 +46,24 @@ class Box:
 
     kind: str
     title: str
-    module: str = ""
+    path: Path = ()
     lines: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
-    shapes: tuple[TensorRecord, ...] = ()
+    results: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
     casts: frozenset[str] = frozenset()
     cached: frozenset[str] = frozenset()
     tooltip: str = ""
 
-    @property
-    def signature(self) -> tuple[object, ...]:
-        """A key that is equal for boxes that differ in their modules and names only."""
-        shapes = [(tensor.dtype, tensor.shape) for tensor in self.shapes]
-        numbers = len(self.casts), len(self.cached)
-        return self.kind, self.title, self.dtypes, tuple(shapes), numbers
+    def merged(self, other: Box) -> Box:
+        """Returns a box for the ops of both, with the text of this one."""
+        return dataclasses.replace(
+            self,
+            dtypes=self.dtypes + other.dtypes,
+            ops=self.ops + other.ops,
+            casts=self.casts | other.casts,
+            cached=self.cached | other.cached,
+        )
 
 
 class Edge(NamedTuple):
@@ -98,63 +83,59 @@ class Edge(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """Boxes by name, in the order of the graph, and edges."""
+    """Boxes and edges.
+
+    Attributes:
+        boxes: The boxes by name, in the order of the graph.
+        edges: The edges.
+        types: Classes of modules by path.
+        counts: Number of modules in each path that represents several.
+    """
 
     boxes: dict[str, Box]
     edges: list[Edge]
+    types: dict[Path, str]
+    counts: dict[Path, int]
 
 
-def picture_of(record: GraphRecord, *, before: bool = False) -> Picture:
+def picture_of(record: GraphRecord) -> Picture:
     """Returns the picture of an explained graph.
 
     Ops, inputs and outputs have boxes. Casts are on the edges. Casts of weights, which have no
     boxes, are in the boxes of their readers.
-
-    Args:
-        record: The graph.
-        before: Whether to show the captured graph, without casts.
     """
-    nodes = {node.name: node for node in (record.before if before else record.nodes)}
-    read = {name for node in nodes.values() for name in node.inputs}
-    picture = Picture({}, [])
-    for node in nodes.values():
+    nodes = {node.name: node for node in record.nodes}
+    read = {name for node in record.nodes for name in node.inputs}
+    boxes: dict[str, Box] = {}
+    edges = []
+    for node in record.nodes:
         is_unread = node.kind == "input" and (node.name not in read or not node.outputs)
         if node.kind == "weight" or is_unread or _is_passed_through(node, nodes):
             continue
-        casts: set[str] = set()
-        cached: set[str] = set()
+        casts: dict[str, set[str]] = {kind: set() for kind in CASTS}
         for name in node.inputs:
             source, passed = _source_of(name, nodes)
-            casts |= {cast.name for cast in passed if cast.kind == "cast"}
-            cached |= {cast.name for cast in passed if cast.kind != "cast"}
-            if source in picture.boxes:
-                cast = _short(nodes[source]) if passed else ""
-                picture.edges.append(Edge(source, node.name, _label(nodes[name].outputs), cast))
-        box = _box(node)
-        picture.boxes[node.name] = dataclasses.replace(
-            box,
-            lines=(*box.lines, *(count_lines(len(casts), len(cached)) if box.ops else ())),
-            casts=frozenset(casts),
-            cached=frozenset(cached),
-        )
-    return picture
+            for cast in passed:
+                casts[cast.kind].add(cast.name)
+            if source in boxes:
+                before = _label(nodes[source]).partition(" ")[0] if passed else ""
+                edges.append(Edge(source, node.name, _label(nodes[name]), before))
+        boxes[node.name] = _box(node, *map(frozenset, casts.values()))
+    types = {levels(module): kind for module, kind in record.modules}
+    return Picture(boxes, edges, types, {})
 
 
-def count_lines(num_casts: int, num_cached: int) -> list[str]:
-    """Returns the lines of a box on its casts and on its cached casts."""
-    lines = {f"{num_casts} cast{'s' if num_casts > 1 else ''}": num_casts}
-    lines[f"{num_cached} cached"] = num_cached
-    return [line for line, number in lines.items() if number]
+def cast_line(num_casts: int, num_cached: int) -> str:
+    """Returns the line of a box on its casts and on its cached casts."""
+    casts = f"{num_casts} cast{'s' if num_casts > 1 else ''}"
+    parts = {casts: num_casts, f"{num_cached} cached": num_cached}
+    return ", ".join(part for part, number in parts.items() if number)
 
 
 def _is_passed_through(node: NodeRecord, nodes: dict[str, NodeRecord]) -> bool:
-    """Returns True for casts, and for ops that only move the elements of one tensor."""
+    """Returns True for casts, and for views of one tensor. They have no boxes."""
     is_one_input = len(node.inputs) == 1 and node.inputs[0] in nodes
-    return is_one_input and (node.kind in CASTS or (node.kind == "op" and _is_move(node)))
-
-
-def _is_move(node: NodeRecord) -> bool:
-    return bare_op(node.op) in MOVES
+    return is_one_input and (node.kind in CASTS or node.is_view)
 
 
 def _source_of(name: str, nodes: dict[str, NodeRecord]) -> tuple[str, list[NodeRecord]]:
@@ -167,32 +148,31 @@ def _source_of(name: str, nodes: dict[str, NodeRecord]) -> tuple[str, list[NodeR
     return name, casts
 
 
-def _short(node: NodeRecord) -> str:
-    dtype = node.outputs[0].dtype if node.outputs else node.dtype
-    return SHORT.get(dtype, dtype)
-
-
-def _label(outputs: tuple[TensorRecord, ...]) -> str:
+def _label(node: NodeRecord) -> str:
     """Returns the label of an edge, such as ``bf16 [2, 64]``."""
-    if not outputs:
+    if not node.outputs:
         return ""
-    first = outputs[0]
-    more = f" +{len(outputs) - 1}" if len(outputs) > 1 else ""
+    first = node.outputs[0]
+    more = f" +{len(node.outputs) - 1}" if len(node.outputs) > 1 else ""
     return f"{SHORT.get(first.dtype, first.dtype)} [{', '.join(map(str, first.shape))}]{more}"
 
 
-def _box(node: NodeRecord) -> Box:
-    is_op = node.kind in ("op", "opaque")
-    module = f"{node.module} ({node.module_type})" if node.module_type else node.module
+def _box(node: NodeRecord, casts: frozenset[str], cached: frozenset[str]) -> Box:
+    dtypes = (node.dtype,) if node.dtype else ()
+    if node.kind not in ("op", "opaque"):
+        title = "output" if node.kind == "output" else node.op
+        return Box(node.kind, title, dtypes=dtypes, casts=casts, cached=cached)
     source = f"{short_path(node.file)}:{node.line}  {node.code}" if node.file else ""
-    tooltip = dict.fromkeys((node.name, node.op, module, source, node.reason))
+    tooltip = (node.name, node.op, f"{node.module} {node.module_type}", source, node.reason)
     return Box(
         kind=node.kind,
-        title="output" if node.kind == "output" else bare_op(node.op) if is_op else node.op,
-        module=node.module if is_op else "",
-        lines=(SHORT.get(node.dtype, node.dtype),) if is_op and node.dtype else (),
-        dtypes=(node.dtype,) if node.dtype else (),
-        shapes=node.outputs,
-        ops=(node.name,) if is_op else (),
+        title=bare_op(node.op),
+        path=levels(node.module),
+        lines=(SHORT.get(node.dtype, node.dtype), cast_line(len(casts), len(cached))),
+        dtypes=dtypes,
+        results=tuple(f"{tensor.dtype} {tensor.shape}" for tensor in node.outputs),
+        ops=(node.name,),
+        casts=casts,
+        cached=cached,
         tooltip="\n".join(filter(None, tooltip)),
     )

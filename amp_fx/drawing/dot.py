@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 
 import graphviz  # type: ignore[import-untyped]
 
-from amp_fx.drawing.folding import first_path, is_inside, levels
 from amp_fx.reports import COLORS, OTHER_COLOR
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from amp_fx.drawing.boxes import Box, Edge, Picture
+    from amp_fx.drawing.boxes import Box, Path, Picture
 
-INK, FAINT, CAST, CACHED = "#333333", "#777777", "#c0392b", "#1b7f5c"
+FAINT, CAST, CACHED = "#777777", "#c0392b", "#1b7f5c"
 FONT = "Helvetica,Arial,sans-serif"
 
 STYLES: Mapping[str, Mapping[str, str]] = {
@@ -32,105 +31,85 @@ STYLES: Mapping[str, Mapping[str, str]] = {
 """Shape, line and style by kind of box. Filled boxes have the color of their dtype."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Page:
-    """Title and settings of a picture.
-
-    Attributes:
-        title: Text above the picture.
-        types: Classes of modules by path.
-        counts: Number of modules in each folded path.
-        has_legend: Whether the picture has a legend.
-    """
-
-    title: str
-    types: Mapping[str, str]
-    counts: Mapping[str, int]
-    has_legend: bool
-
-
-def to_dot(pictures: Mapping[str, Picture], page: Page) -> graphviz.Digraph:
+def to_dot(pictures: Mapping[str, Picture], title: str) -> graphviz.Digraph:
     """Returns pictures of graphs by title, each in a frame if there are several."""
     dot = graphviz.Digraph("amp_fx")
+    head = _head(title, [box for picture in pictures.values() for box in picture.boxes.values()])
     dot.attr("graph", rankdir="TB", nodesep="0.25", ranksep="0.16", fontname=FONT, fontsize="13")
-    dot.attr("graph", labelloc="t", bgcolor="white", tooltip=" ", label=_head(pictures, page))
-    dot.attr("node", fontname=FONT, fontsize="11", color=INK, fontcolor="#111111")
+    dot.attr("graph", labelloc="t", bgcolor="white", tooltip=" ", label=head)
+    dot.attr("node", fontname=FONT, fontsize="11", color="#333333", fontcolor="#111111")
     dot.attr("node", margin="0.12,0.05", height="0.3")
     dot.attr("edge", color="#666666", arrowsize="0.6")
-    for index, (title, picture) in enumerate(pictures.items()):
+    for index, (name, picture) in enumerate(pictures.items()):
         if len(pictures) == 1:
-            _Writer(picture, page, f"g{index}.").draw(dot, "")
+            _Writer(picture, f"g{index}.").draw(dot, (), picture.boxes)
             continue
         with dot.subgraph(name=f"cluster_g{index}") as frame:
-            frame.attr(label=graphviz.escape(title), style="rounded", color=FAINT, fontsize="12")
-            _Writer(picture, page, f"g{index}.").draw(frame, "")
+            frame.attr(label=graphviz.escape(name), style="rounded", color=FAINT, fontsize="12")
+            _Writer(picture, f"g{index}.").draw(frame, (), picture.boxes)
     return dot
 
 
 class _Writer:
     """Writes one picture, with names that begin with a prefix."""
 
-    def __init__(self, picture: Picture, page: Page, prefix: str) -> None:
-        self.boxes = picture.boxes
-        self.page = page
+    def __init__(self, picture: Picture, prefix: str) -> None:
+        self.picture = picture
         self.prefix = prefix
         self.names = {name: f"{prefix}{index}" for index, name in enumerate(picture.boxes)}
         self.streams: dict[tuple[str, str, str], list[str]] = {}
         for source, target, label, cast in picture.edges:
             self.streams.setdefault((source, label, cast), []).append(target)
 
-    def draw(self, dot: graphviz.Digraph, path: str) -> None:
+    def draw(self, dot: graphviz.Digraph, path: Path, boxes: Mapping[str, Box]) -> None:
         """Draws the boxes of a module, and frames of the modules inside it."""
-        children: dict[str, dict[str, Box]] = {}
-        for name, box in self.boxes.items():
-            if box.module == path:
-                self._draw_box(dot, name, box)
-            elif is_inside(box.module, path):
-                child = ".".join(levels(box.module)[: len(levels(path)) + 1])
-                children.setdefault(child, {})[name] = box
+        children: dict[Path, dict[str, Box]] = {}
+        for name, box in boxes.items():
+            children.setdefault(box.path[: len(path) + 1], {})[name] = box
         for child, members in children.items():
-            if len(members) == 1:
-                [(name, box)] = members.items()
-                inner = box.module[len(path) + 1 if path else 0 :]
-                self._draw_box(dot, name, dataclasses.replace(box, title=f"{inner}.{box.title}"))
+            if child == path or len(members) == 1:
+                for name, box in members.items():
+                    title = ".".join((*box.path[len(path) :], box.title))
+                    count = self.picture.counts.get((*box.path, box.title))
+                    self._draw_box(dot, name, dataclasses.replace(box, title=title), count)
                 continue
-            inner = _common([box.module for box in members.values()])  # one frame for several
-            with dot.subgraph(name=f"cluster_{self.prefix}{child}") as frame:
-                self._draw_title(frame, inner, path)
-                self.draw(frame, inner)
+            inner = _common([box.path for box in members.values()])
+            with dot.subgraph(name=f"cluster_{self.prefix}{'.'.join(child)}") as frame:
+                self._draw_title(frame, inner, len(path))
+                self.draw(frame, inner, members)
         for (source, label, cast), targets in self.streams.items():
-            modules = [self.boxes[name].module for name in (source, *targets)]
-            if _common(modules) == path:
+            ends = [self.picture.boxes[name].path for name in (source, *targets)]
+            if _common(ends) == path:
                 self._draw_stream(dot, source, targets, label, cast)
 
-    def _draw_box(self, dot: graphviz.Digraph, name: str, box: Box) -> None:
-        colors = [COLORS.get(dtype, OTHER_COLOR) for dtype in box.dtypes]
-        shares = Counter(color for color in colors if color != OTHER_COLOR) or Counter(colors)
-        [(fill, _), *others] = shares.most_common() or [("#ffffff", 0)]
-        path = ".".join(filter(None, (box.module, box.title)))
-        title = f"<B>{html.escape(_shortened(box.title))}{self._times(path)}</B>"
-        rows = [title, *map(_line, box.lines)]
-        label = _rows(rows, _bar(shares) if others else "")
+    def _draw_box(self, dot: graphviz.Digraph, name: str, box: Box, count: int | None) -> None:
+        shares = Counter(COLORS[dtype] for dtype in box.dtypes if dtype in COLORS)
+        shares = shares or Counter([OTHER_COLOR if box.dtypes else "#ffffff"])
+        style = dict(STYLES[box.kind])
+        if len(shares) > 1:
+            style["style"] = "striped"
+        fill = ":".join(f"{color};{n / shares.total():.3f}" for color, n in shares.most_common())
+        rows = [
+            f"<B>{_shortened(box.title)}{_times(count)}</B>",
+            *map(_line, filter(None, box.lines)),
+        ]
+        label = f"<{'<BR/>'.join(rows)}>"
         tooltip = graphviz.escape(box.tooltip).replace("\n", r"\n")
-        style = {**STYLES[box.kind], "fillcolor": "#ffffff" if others else fill}
-        dot.node(self.names[name], label=label, tooltip=tooltip, **style)
+        fill = fill if len(shares) > 1 else next(iter(shares))
+        dot.node(self.names[name], label=label, tooltip=tooltip, fillcolor=fill, **style)
 
-    def _times(self, path: str) -> str:
-        count = self.page.counts.get(path)
-        return "" if count is None else f"  x {count}"
-
-    def _draw_title(self, frame: graphviz.Digraph, child: str, path: str) -> None:
+    def _draw_title(self, frame: graphviz.Digraph, path: Path, start: int) -> None:
         """Draws the title of a frame as a node, because arrows would cover the label of a frame."""
-        kind = html.escape(_shortened(self.page.types.get(first_path(child), "")))
-        name = html.escape(_shortened(child[len(path) + 1 if path else 0 :]) + self._times(child))
-        text = f"<B>{name}</B>"
+        count = self.picture.counts.get(path)
+        text = f"<B>{_shortened('.'.join(path[start:]))}{_times(count)}</B>"
+        kind = _shortened(self.picture.types.get(path, ""))
         if kind:  # below the name, because frames are as wide as their titles
             text += f'<BR/><I><FONT POINT-SIZE="10">{kind}</FONT></I>'
-        style = {"shape": "plain", "fontcolor": "#444444", "tooltip": graphviz.escape(child)}
-        frame.node(f"title-{self.prefix}{child}", label=f"<{text}>", **style)
-        is_folded = child in self.page.counts
+        name = ".".join(path)
+        style = {"shape": "plain", "fontcolor": "#444444", "tooltip": graphviz.escape(name)}
+        frame.node(f"title-{self.prefix}{name}", label=f"<{text}>", **style)
         frame.attr(label="", style="rounded,filled", fillcolor="#f7f7f2", color="#aaaaaa")
-        frame.attr(penwidth="2" if is_folded else "1", margin="10")
+        frame.attr(penwidth="2" if count else "1", margin="10")
 
     def _draw_stream(
         self, dot: graphviz.Digraph, source: str, targets: list[str], label: str, cast: str
@@ -150,69 +129,53 @@ class _Writer:
             dot.edge(tail, self.names[target], **style)
 
 
-def _common(modules: list[str]) -> str:
-    """Returns the path of the innermost module that contains all modules."""
-    pairs = itertools.takewhile(
-        lambda names: len({*names}) == 1, zip(*map(levels, modules), strict=False)
-    )
-    return ".".join(first for first, *_ in pairs)
-
-
-def _line(line: str) -> str:
-    color = CACHED if line.endswith(" cached") else CAST if "cast" in line else "#111111"
-    return f'<FONT POINT-SIZE="9" COLOR="{color}">{html.escape(_shortened(line))}</FONT>'
+def _times(count: int | None) -> str:
+    return "" if count is None else f"  x {count}"
 
 
 def _shortened(text: str) -> str:
-    """Returns a name that does not widen its box; tooltips have the whole."""
-    return text if len(text) <= 26 or " " in text else f"{text[:14]}…{text[-11:]}"
+    """Returns a name that does not widen its box, as HTML; tooltips have the whole."""
+    is_short = len(text) <= 26 or " " in text
+    return html.escape(text if is_short else f"{text[:14]}…{text[-11:]}")
 
 
-def _rows(rows: Iterable[str], bar: str = "") -> str:
-    """Returns the label of a box with one row per text, and a bar below."""
-    cells = "".join(f"<TR><TD>{row}</TD></TR>" for row in rows)
-    return f"<<TABLE {_TIGHT}>{cells}{bar}</TABLE>>"
-
-
-def _bar(shares: Counter[str]) -> str:
-    """Returns a row with a bar of colors in proportion to the dtypes of a box."""
-    cells = "".join(
-        f'<TD BGCOLOR="{color}" WIDTH="{90 * n / shares.total():.0f}" HEIGHT="6"></TD>'
-        for color, n in shares.most_common()
-    )
-    bar = f'<TABLE FIXEDSIZE="TRUE" WIDTH="90" HEIGHT="6" {_TIGHT}><TR>{cells}</TR></TABLE>'
-    return f'<TR><TD CELLPADDING="2">{bar}</TD></TR>'
-
-
-_TIGHT = 'BORDER="0" CELLSPACING="0" CELLPADDING="0"'
-
-
-def _head(pictures: Mapping[str, Picture], page: Page) -> str:
-    """Returns the title and the legend."""
-    boxes = [box for picture in pictures.values() for box in picture.boxes.values()]
-    edges: list[Edge] = [edge for picture in pictures.values() for edge in picture.edges]
-    dtypes = {dtype for box in boxes for dtype in box.dtypes}
-    swatches = [
-        _swatch(color, f"runs in {dtype}") for dtype, color in COLORS.items() if dtype in dtypes
+def _line(line: str) -> str:
+    colors = {"cast": CAST, "casts": CAST, "cached": CACHED}
+    parts = [
+        f'<FONT COLOR="{colors.get(part.rpartition(" ")[2], "#111111")}">{_shortened(part)}</FONT>'
+        for part in line.split(", ")
     ]
-    swatches += [_swatch(OTHER_COLOR, "other dtypes")] if dtypes.difference(COLORS) else []
-    marks = []
-    if any(edge.cast for edge in edges) or any(box.casts for box in boxes):
-        marks.append(_cell(CAST, "→ cast, in every call"))
-    if any(box.cached for box in boxes):
-        marks.append(_cell(CACHED, "cached: cast of a weight, once per update"))
-    if any(box.kind == "opaque" for box in boxes):
-        marks.append(_cell(INK, "octagon: opaque, under native autocast"))
-    title = f'<TR><TD ALIGN="LEFT"><B>{html.escape(page.title)}</B></TD></TR>'
-    rows = filter(None, (swatches, marks)) if page.has_legend else ()
-    table = '<TABLE BORDER="0" CELLSPACING="3" CELLPADDING="2"><TR>{}</TR></TABLE>'
-    lines = [f'<TR><TD ALIGN="LEFT">{table.format("".join(row))}</TD></TR>' for row in rows]
-    return f'<<TABLE BORDER="0" CELLSPACING="0">{title}{"".join(lines)}</TABLE>>'
+    return f'<FONT POINT-SIZE="9">{", ".join(parts)}</FONT>'
 
 
-def _swatch(color: str, text: str) -> str:
-    return f'<TD BGCOLOR="{color}"><FONT POINT-SIZE="10"> {text} </FONT></TD>'
+def _common(paths: Iterable[Path]) -> Path:
+    """Returns the path of the innermost module that contains all modules."""
+    pairs = zip(*paths, strict=False)
+    return tuple(
+        first for first, *_ in itertools.takewhile(lambda names: len({*names}) == 1, pairs)
+    )
 
 
-def _cell(color: str, text: str) -> str:
-    return f'<TD><FONT POINT-SIZE="10" COLOR="{color}"> {text} </FONT></TD>'
+def _head(title: str, boxes: list[Box]) -> str:
+    """Returns the title and the legend."""
+    dtypes = {dtype for box in boxes for dtype in box.dtypes}
+    colors = {color: f"runs in {dtype}" for dtype, color in COLORS.items() if dtype in dtypes}
+    if not dtypes <= COLORS.keys():
+        colors[OTHER_COLOR] = "other dtypes"
+    cells = [f'<TD BGCOLOR="{color}"> {text} </TD>' for color, text in colors.items()]
+    marks = {
+        "→ cast, in every call": (CAST, any(box.casts for box in boxes)),
+        "cached: cast of a weight, once per update": (CACHED, any(box.cached for box in boxes)),
+        "octagon: opaque": ("#333333", any(box.kind == "opaque" for box in boxes)),
+    }
+    texts = [
+        f'<TD><FONT COLOR="{color}"> {text} </FONT></TD>'
+        for text, (color, is_shown) in marks.items()
+        if is_shown
+    ]
+    lines = [f"<TD><B>{html.escape(title)}</B></TD>", "".join(cells), "".join(texts)]
+    rows = [f'<TR><TD ALIGN="LEFT">{_TABLE.format(line)}</TD></TR>' for line in lines if line]
+    return f'<<TABLE BORDER="0" CELLSPACING="0" CELLPADDING="0">{"".join(rows)}</TABLE>>'
+
+
+_TABLE = '<TABLE BORDER="0" CELLSPACING="3" CELLPADDING="2"><TR>{}</TR></TABLE>'

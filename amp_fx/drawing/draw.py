@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import graphviz  # type: ignore[import-untyped]
-from torch import fx
 from torch.export import ExportedProgram
 
-from amp_fx.drawing.boxes import picture_of
-from amp_fx.drawing.dot import Page, to_dot
-from amp_fx.drawing.folding import close_modules, fold_repeats, unknown_focus, zoom
+from amp_fx.drawing.boxes import levels, picture_of
+from amp_fx.drawing.dot import to_dot
+from amp_fx.drawing.folding import close_modules, fold_repeats, zoom
 from amp_fx.drawing.page import page_of
-from amp_fx.errors import OptionError
+from amp_fx.errors import OptionError, did_you_mean
 from amp_fx.explanation.entry import explain_program
 from amp_fx.explanation.explanation import Explanation
-from amp_fx.explanation.network import _graphs_of
-from amp_fx.explanation.reading import read_graph
-from amp_fx.explanation.records import GraphRecord
-from amp_fx.regions.state import AutocastState
+from amp_fx.explanation.network import graphs_of
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable
 
     from amp_fx.drawing.boxes import Picture
+    from amp_fx.explanation.records import GraphRecord
 
 FORMATS = ("svg", "pdf", "png", "dot", "html")
 """Endings of files that ``draw`` writes."""
@@ -39,37 +35,25 @@ INSTALL_DOT = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class View:
-    """Settings of ``draw``."""
-
-    depth: int | None = None
-    focus: str | None = None
-    before: bool = False
-    has_legend: bool = True
-    dpi: int = 192
-
-
 @dataclasses.dataclass(eq=False, repr=False)
 class Drawing:
-    """A picture, which notebooks display."""
+    """A picture, which notebooks display.
+
+    Attributes:
+        explanation: The explanation that is drawn.
+        pictures: The boxes and edges of its graphs, by title.
+        title: The title of the whole.
+        dpi: Dots per inch of a ``.png``.
+    """
 
     explanation: Explanation
-    records: tuple[GraphRecord, ...]
-    view: View
+    pictures: dict[str, Picture]
+    title: str
+    dpi: int
 
-    def __post_init__(self) -> None:
-        """Creates the picture."""
-        self.pictures, types, counts = _pictures(self.records, self.view)
-        stage = ", as captured" if self.view.before else ""
-        title = self.title + stage + (f": {self.view.focus}" if self.view.focus else "")
-        self._dot = to_dot(self.pictures, Page(title, types, counts, self.view.has_legend))
-
-    @property
-    def title(self) -> str:
-        """The model, its device type and dtype."""
-        explanation = self.explanation
-        return f"{explanation.model} on {explanation.device_type} {explanation.dtype}"
+    @functools.cached_property
+    def _dot(self) -> graphviz.Digraph:
+        return to_dot(self.pictures, self.title)
 
     @property
     def source(self) -> str:
@@ -88,8 +72,6 @@ class Drawing:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Writes the picture to a file, in the format of its suffix.
 
-        If the ``dot`` program is not installed, a ``.dot`` file is written instead.
-
         Raises:
             OptionError: The format or folder does not exist, the folder is not writable, or the
                 ``dot`` program is not installed.
@@ -97,29 +79,32 @@ class Drawing:
         target = Path(path)
         suffix = check_path(target)
         if suffix == "dot":
-            return _write(target, self.source.encode("utf-8"))
-        if not shutil.which("dot"):
-            dot_file = _write(target.with_suffix(".dot"), self.source.encode("utf-8"))
-            raise OptionError(f"{INSTALL_DOT}; wrote {dot_file} instead")
-        if suffix == "html":
+            content = self.source.encode("utf-8")
+        elif suffix == "html":
             table = self.explanation._repr_html_()
-            return _write(target, page_of(self.title, self.svg, table).encode("utf-8"))
-        content = self._render(suffix)
-        return _write(target, content)
+            content = page_of(self.title, self.svg, table).encode("utf-8")
+        else:
+            content = self._render(suffix)
+        try:
+            target.write_bytes(content)
+        except OSError as error:
+            raise OptionError(f"cannot write {str(target)!r}: {error.strerror or error}") from error
+        return target
 
     def _render(self, file_format: str) -> bytes:
         try:
             dot = self._dot.copy()
             if file_format == "png":
-                dot.attr("graph", dpi=str(self.view.dpi))
+                dot.attr("graph", dpi=str(self.dpi))
             return bytes(dot.pipe(format=file_format))
         except graphviz.ExecutableNotFound as error:
             raise OptionError(INSTALL_DOT) from error
 
     def _repr_mimebundle_(self, include: Iterable[str] = (), exclude: Iterable[str] = ()) -> Any:  # noqa: ARG002
-        if not shutil.which("dot"):
-            return {"text/plain": f"{self!r}\n{INSTALL_DOT}"}
-        return {"image/svg+xml": self.svg, "text/plain": repr(self)}
+        try:
+            return {"image/svg+xml": self.svg, "text/plain": repr(self)}
+        except OptionError as error:
+            return {"text/plain": f"{self!r}\n{error}"}
 
     def __repr__(self) -> str:
         """Returns a summary in one line."""
@@ -128,14 +113,12 @@ class Drawing:
 
 
 def draw(
-    explanation_or_graph: Explanation | GraphRecord | ExportedProgram | fx.GraphModule | fx.Graph,
+    explanation: Explanation | ExportedProgram,
     path: str | os.PathLike[str] | None = None,
     *,
     depth: int | None = None,
     focus: str | None = None,
     graph: int | None = None,
-    before: bool = False,
-    legend: bool = True,
     dpi: int = 192,
 ) -> Drawing:
     """Draws explained graphs with their casts, using Graphviz.
@@ -145,23 +128,20 @@ def draw(
     consecutive modules of a list are one, with their number.
 
     Args:
-        explanation_or_graph: Result of ``amp_fx.explain`` or one of its graphs, an exported
-            program (``amp_fx.export``), or an FX graph.
+        explanation: Result of ``amp_fx.explain``, or an exported program (``amp_fx.export``).
         path: File to write: ``.svg``, ``.pdf``, ``.png``, ``.dot``, or ``.html`` for a page with
             the picture and the table of the explanation. None writes no file.
         depth: Number of levels of modules to show; deeper ones are closed boxes. 0 draws one box,
             and a large number draws every op. Defaults to as many levels as are readable.
         focus: Path of the module to show with its inputs and outputs, such as ``"layers.3.attn"``.
         graph: Number of the graph to show; None shows all forward graphs.
-        before: Whether to show the captured graph, without casts.
-        legend: Whether to explain colors and shapes above the picture.
         dpi: Dots per inch of a ``.png``.
 
     Returns:
         The picture.
 
     Raises:
-        OptionError: The suffix or focus is unknown (the message suggests similar names),
+        OptionError: The suffix or focus is unknown (the message suggests a similar name),
             ``depth`` is not a natural number, ``dpi`` is not an integer from 10 to 2400, the folder
             does not exist or is not writable, or ``dot`` is not installed.
     """
@@ -171,39 +151,23 @@ def draw(
         raise OptionError(f"dpi={dpi!r} is not an integer from 10 to 2400")
     if path is not None:
         check_path(path)
-    explanation = _as_explanation(explanation_or_graph)
+    if isinstance(explanation, ExportedProgram):
+        explanation = explain_program(explanation)
+    if not isinstance(explanation, Explanation):
+        raise OptionError(
+            "amp_fx.draw expects a result of amp_fx.explain or an exported program, got "
+            f"{type(explanation).__name__}. For a model, write "
+            "amp_fx.draw(amp_fx.explain(model)(*inputs))"
+        )
     records = explanation.forward or explanation.graphs
     if graph is not None:
-        records = tuple(_graphs_of(explanation, graph))
-    view = View(depth, focus, before, legend, dpi)
-    drawing = Drawing(explanation, tuple(records), view)
+        records = tuple(graphs_of(explanation, graph))
+    title = f"{explanation.model} on {explanation.device_type} {explanation.dtype}"
+    title += f": {focus}" if focus else ""
+    drawing = Drawing(explanation, _pictures(records, focus, depth), title, dpi)
     if path is not None:
         drawing.save(path)
     return drawing
-
-
-def _as_explanation(source: Any) -> Explanation:
-    if isinstance(source, Explanation):
-        return source
-    if isinstance(source, ExportedProgram):
-        return explain_program(source)
-    if isinstance(source, fx.GraphModule):
-        return _of_record(read_graph(source, AutocastState.ambient()), type(source).__name__)
-    if isinstance(source, fx.Graph):
-        module = fx.GraphModule(source.owning_module or {}, source)
-        return _of_record(read_graph(module, AutocastState.ambient()), "graph")
-    if isinstance(source, GraphRecord):
-        return _of_record(source, f"graph {source.index}")
-    raise OptionError(
-        f"amp_fx.draw expects a result of amp_fx.explain, one of its graphs, an exported program "
-        f"or an FX graph, got {type(source).__name__}. For a model, write "
-        "amp_fx.draw(amp_fx.explain(model)(*inputs))"
-    )
-
-
-def _of_record(record: GraphRecord, name: str) -> Explanation:
-    device_type, _, dtype = (record.autocast[0] if record.autocast else "").partition(" ")
-    return Explanation(name, "", dtype, device_type, False, (record,))
 
 
 def check_path(path: str | os.PathLike[str]) -> str:
@@ -212,49 +176,38 @@ def check_path(path: str | os.PathLike[str]) -> str:
     Raises:
         OptionError: The format or the folder does not exist.
     """
-    path = Path(path)
-    suffix = path.suffix.removeprefix(".").lower()
-    if suffix not in FORMATS:
+    suffix = Path(path).suffix.removeprefix(".").lower()
+    if suffix not in FORMATS or not Path(path).parent.is_dir():
         allowed = ", ".join(f".{name}" for name in FORMATS)
-        raise OptionError(f"path={str(path)!r}: the suffix {path.suffix!r} is not one of {allowed}")
-    if not path.parent.is_dir():
-        raise OptionError(f"path={str(path)!r}: the folder {str(path.parent)!r} does not exist")
+        raise OptionError(
+            f"path={str(path)!r} must end in one of {allowed} and be in an existing folder"
+        )
     return suffix
 
 
-def _write(path: Path, content: bytes) -> Path:
-    try:
-        path.write_bytes(content)
-    except OSError as error:
-        raise OptionError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
-    return path
-
-
 def _pictures(
-    records: tuple[GraphRecord, ...], view: View
-) -> tuple[dict[str, Picture], dict[str, str], dict[str, int]]:
-    """Returns pictures by title, the classes of modules and the numbers of folded modules."""
-    types: dict[str, str] = {}
-    counts: dict[str, int] = {}
-    whole = {title_of(record): picture_of(record, before=view.before) for record in records}
-    shown = whole
-    if view.focus is not None:
-        zoomed = {title: zoom(picture, view.focus) for title, picture in whole.items()}
-        shown = {title: picture for title, picture in zoomed.items() if picture is not None}
-        if not shown:
-            raise unknown_focus(whole.values(), view.focus)
-    for record in records:
-        types |= dict(record.modules)
-    pictures = {}
-    for title, picture in shown.items():
-        folded, repeats = fold_repeats(picture)
-        counts |= repeats
-        pictures[title] = close_modules(folded, types, repeats, view.focus or "", view.depth)
-    return pictures, types, counts
+    records: Iterable[GraphRecord], focus: str | None, depth: int | None
+) -> dict[str, Picture]:
+    """Returns pictures by title."""
+    whole = {title_of(record): picture_of(record) for record in records}
+    shown: dict[str, Picture | None] = dict(whole)
+    if focus is not None:
+        shown = {title: zoom(picture, focus) for title, picture in whole.items()}
+    pictures = {
+        title: close_modules(fold_repeats(picture), len(levels(focus or "")), depth)
+        for title, picture in shown.items()
+        if picture is not None
+    }
+    if not pictures:
+        paths = {".".join(path) for picture in whole.values() for path in picture.types}
+        raise OptionError(
+            f"focus={focus!r} is not a module with ops in the graph{did_you_mean(focus, paths)}"
+        )
+    return pictures
 
 
 def title_of(record: GraphRecord) -> str:
-    """Returns the title of a graph, which is also its key in ``Drawing.boxes``."""
+    """Returns the title of a graph, which is also its key in ``Drawing.pictures``."""
     after = f", then a graph break: {record.break_reason}" if record.break_reason else ""
     title = f"graph {record.index}{' backward' if record.stage == 'backward' else ''}{after}"
     return title if len(title) < 90 else f"{title[:87]}..."

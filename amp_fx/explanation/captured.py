@@ -18,7 +18,7 @@ from amp_fx.dtypes import dtype_name
 from amp_fx.explanation.reading import read_graph
 from amp_fx.explanation.records import CachedValueRecord
 from amp_fx.graphs.bodies import copy_graph_module
-from amp_fx.graphs.locations import input_path
+from amp_fx.graphs.locations import input_path, module_types
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.sizes import num_bytes
 from amp_fx.graphs.values import remember_captured, storage_id, value_of
@@ -28,7 +28,7 @@ from amp_fx.weights.aliases import viewed_by
 from amp_fx.weights.inputs import Inputs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from torch import fx
 
@@ -42,7 +42,12 @@ log = logging.getLogger(__name__)
 
 
 def read_captured(
-    graphs: Iterable[CapturedGraph], options: Options, device: str | None, *, wants_backward: bool
+    graphs: Iterable[CapturedGraph],
+    options: Options,
+    device: str | None,
+    *,
+    foreign_ids: Collection[int] = (),
+    wants_backward: bool,
 ) -> Iterator[GraphRecord]:
     """Yields records of captured graphs; each forward is followed by its backward.
 
@@ -53,6 +58,7 @@ def read_captured(
         graphs: The graphs.
         options: Options of the backend.
         device: The device type that the CPU represents, or None.
+        foreign_ids: Identities of the weights whose memory torch did not allocate.
         wants_backward: Whether backward graphs are derived.
     """
     if device is not None:  # the rules of the accelerator apply
@@ -61,12 +67,12 @@ def read_captured(
         rewritten = graph.rewritten
         inputs = Inputs.of(graph.gm, graph.inputs)
         with no_autocast(), torch.set_grad_enabled(graph.is_grad_enabled):
-            caching = find_cached(inputs, rewritten, options, can_watch=can_watch)
+            caching = find_cached(
+                inputs, rewritten, options, can_watch=can_watch, foreign_ids=foreign_ids
+            )
             plans = [] if caching is None else _plan(graph, caching)
             backward = _derive_backward(graph, caching) if wants_backward else None
-        remember_captured(graph.gm.graph)
         state, frame = rewritten.state, rewritten.frame
-        before = read_graph(graph.gm, state, frame, device=device)
         forward = read_graph(
             rewritten.gm,
             state,
@@ -82,9 +88,8 @@ def read_captured(
         paths = [input_path(node, frame) for node in inputs.nodes]
         yield dataclasses.replace(
             forward,
-            before=before.nodes,
             counts=tuple(sorted(sum((r.counts for r in rewritten.reports), Counter()).items())),
-            modules=before.modules,
+            modules=tuple(module_types(graph.gm, frame).items()),
             break_reason=first_lines(str(reason.reason)) if reason.graph_break else "",
             break_at=f"{stack[-1].filename}:{stack[-1].lineno}" if stack else "",
             cached_values=tuple(_cached_values(plans, paths)),
@@ -111,11 +116,22 @@ def _plan(graph: CapturedGraph, caching: Caching) -> list[CachePlan]:
         return []
 
 
-def _cached_casts(gm: fx.GraphModule, plans: Iterable[CachePlan]) -> set[tuple[int, torch.dtype]]:
-    """Returns the storages of weights, with the dtypes in which their casts are cached."""
+def _cached_casts(
+    gm: fx.GraphModule, plans: Iterable[CachePlan]
+) -> set[tuple[int, torch.dtype | None]]:
+    """Returns the storages of weights, with the dtypes in which their casts are cached.
+
+    None stands for all dtypes: the code reads nothing but values of the weight. For example, a
+    weight that is scaled by a folded batch norm is cast after it was scaled.
+    """
     weights = gm.graph.find_nodes(op="placeholder")
-    casts = [cast for plan in plans for spec in plan.computed for cast in spec.casts()]
-    return {(storage_id(value_of(weights[position])), dtype) for position, dtype in casts}
+    cached: set[tuple[int, torch.dtype | None]] = set()
+    for plan in plans:
+        cached.update(cast for spec in plan.computed for cast in spec.casts())
+        read = {i for spec in plan.aliases for i in spec.positions}
+        computed = {i for spec in plan.computed for i in spec.positions}
+        cached.update((i, None) for i in computed - read)
+    return {(storage_id(value_of(weights[i])), dtype) for i, dtype in cached}
 
 
 def _cached_values(plans: Iterable[CachePlan], paths: Sequence[str]) -> Iterator[CachedValueRecord]:

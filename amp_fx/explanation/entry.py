@@ -237,6 +237,7 @@ def _explain(
             capture.graphs,
             dataclasses.replace(options, compiler="inductor"),
             device,
+            foreign_ids=stand_in.foreign_ids,
             wants_backward=request.backward,
         )
         explanation = Explanation(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from amp_fx.explanation.records import CastRecord, GraphRecord, NodeRecord
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of ``Explanation.to_dict``; increased if a key is removed or changes its meaning."""
 
 
@@ -44,7 +44,7 @@ class Explanation(Report):
         is_whole: Whether one graph contains the whole model: no graph break, no fallback, and no
             code that Dynamo skipped.
         shared: Paths of parameters and buffers with shared memory: tied weights, views of each
-            other, and weights that the model returns.
+            other, and weights that the model returns or that plain attributes of modules refer to.
         products: Note on sums in low-precision products on this CPU, or empty.
         shows_all: Whether the table includes views.
     """

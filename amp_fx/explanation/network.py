@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 DiGraph: TypeAlias = Any
 """Result of ``to_networkx``, a ``networkx.DiGraph``; networkx has no types."""
 
-LOW = ("bfloat16", "float16")
-_NO_OPS = ("input", "weight", "output", *CASTS)
-
 
 def to_networkx(explanation: Explanation | GraphRecord, *, graph: int | None = None) -> DiGraph:
     """Converts the rewritten graphs to one ``networkx.DiGraph``.
@@ -36,7 +33,7 @@ def to_networkx(explanation: Explanation | GraphRecord, *, graph: int | None = N
     Raises:
         UnsupportedError: No graph has this number.
     """
-    graphs = _graphs_of(explanation, graph)
+    graphs = graphs_of(explanation, graph)
     network: DiGraph = nx.DiGraph()
     for record in graphs:
         stage = "backward." if record.stage == "backward" else ""
@@ -44,7 +41,12 @@ def to_networkx(explanation: Explanation | GraphRecord, *, graph: int | None = N
     return network
 
 
-def _graphs_of(explanation: Explanation | GraphRecord, index: int | None) -> list[GraphRecord]:
+def graphs_of(explanation: Explanation | GraphRecord, index: int | None) -> list[GraphRecord]:
+    """Returns the graphs with a number, or all graphs.
+
+    Raises:
+        UnsupportedError: No graph has this number.
+    """
     if isinstance(explanation, GraphRecord):
         return [explanation]
     if index is None:
@@ -84,14 +86,3 @@ def _edge_attributes(outputs: tuple[TensorRecord, ...]) -> dict[str, Any]:
         "shape": first.shape,
         "bytes": sum(tensor.num_bytes for tensor in outputs),
     }
-
-
-def longest_low_path(network: DiGraph) -> list[str]:
-    """Returns the longest path of ops that all run in a low dtype, without casts between them."""
-    low = network.copy()  # unlike a subgraph, a copy has the original order
-    low.remove_nodes_from(
-        name
-        for name, node in network.nodes.items()
-        if node["kind"] in _NO_OPS or node["dtype"] not in LOW
-    )
-    return list(nx.dag_longest_path(low)) if low else []

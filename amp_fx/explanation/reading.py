@@ -39,7 +39,7 @@ from amp_fx.policies.float32_products import WITH_OUT_DTYPE
 from amp_fx.regions.module_stack import NO_FRAME
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping, Set
 
     from torch import fx
 
@@ -60,7 +60,7 @@ def read_graph(
     device: str | None = None,
     fallback: str = "",
     reads: Mapping[fx.Node, LowRead] = types.MappingProxyType({}),
-    cached: Collection[tuple[int, torch.dtype]] = (),
+    cached: Set[tuple[int, torch.dtype | None]] = frozenset(),
 ) -> GraphRecord:
     """Reads a graph, including bodies of higher-order ops, in one pass over its nodes.
 
@@ -73,7 +73,8 @@ def read_graph(
         device: The device type that the CPU represents, or None.
         fallback: The reason why the graph was not rewritten, or empty.
         reads: The weights that are only read in a low dtype.
-        cached: Storages of weights, with the dtypes in which their casts are cached.
+        cached: Storages of weights, with the dtypes in which their casts are cached; None for all
+            dtypes.
     """
     reader = _GraphReader(state, frame, stage, device, fallback, reads, cached)
     reader.read(gm, "")
@@ -99,7 +100,7 @@ class _GraphReader:
     device: str | None
     fallback: str
     reads: Mapping[fx.Node, LowRead]
-    cached: Collection[tuple[int, torch.dtype]]
+    cached: Set[tuple[int, torch.dtype | None]]
     names: dict[fx.Node, tuple[str, ...]] = dataclasses.field(init=False, default_factory=dict)
     nodes: list[NodeRecord] = dataclasses.field(init=False, default_factory=list)
     casts: list[CastRecord] = dataclasses.field(init=False, default_factory=list)
@@ -151,7 +152,8 @@ class _GraphReader:
         cast = CAST.get(node)
         if cast is not None:
             source = storage_id(value_of(node.all_input_nodes[0])) if self.cached else 0
-            return "cached_cast" if (source, cast.dtype) in self.cached else "cast"
+            is_cached = not self.cached.isdisjoint(((source, cast.dtype), (source, None)))
+            return "cached_cast" if is_cached else "cast"
         return "opaque" if OPAQUE.is_on(node) else "op"
 
     def _record(self, node: fx.Node, prefix: str, kind: str, inputs: tuple[str, ...]) -> NodeRecord:

@@ -206,7 +206,6 @@ class GraphRecord:
         autocast: Device types with autocast enabled at the start of the graph, with their dtypes,
             such as ``("cpu bfloat16",)``.
         nodes: Nodes of the rewritten graph, in order.
-        before: Nodes of the captured graph, in order.
         casts: The inserted casts, including removed ones; in a backward, the derivatives of casts.
         weights: The parameters and buffers that the graph reads; empty for a backward.
         counts: Counts of the passes, such as ``(("casts_inserted", 12), ...)``.
@@ -222,7 +221,6 @@ class GraphRecord:
     stage: str
     autocast: tuple[str, ...]
     nodes: tuple[NodeRecord, ...]
-    before: tuple[NodeRecord, ...] = ()
     casts: tuple[CastRecord, ...] = ()
     weights: tuple[WeightRecord, ...] = ()
     counts: tuple[tuple[str, int], ...] = ()

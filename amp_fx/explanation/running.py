@@ -32,6 +32,8 @@ from amp_fx.torch_private.dynamo import counters, optimize, pgo
 from amp_fx.torch_private.fake_tensors import FakeTensor, FakeTensorMode
 from amp_fx.torch_private.modules import has_global_module_hooks
 from amp_fx.weights.inputs import Inputs
+from amp_fx.weights.watch import foreign
+from amp_fx.weights.write_signals import is_watchable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -51,6 +53,7 @@ class StandIn:
         fake_mode: The fake mode of its tensors.
         device_type: The device type whose autocast is explained.
         imagined: Whether the CPU represents that device.
+        foreign_ids: Identities of the copies of tensors whose memory torch did not allocate.
     """
 
     program: Callable[..., Any]
@@ -59,6 +62,7 @@ class StandIn:
     fake_mode: FakeTensorMode
     device_type: str
     imagined: bool
+    foreign_ids: frozenset[int] = frozenset()
 
 
 def fake_stand_in(
@@ -86,7 +90,10 @@ def fake_stand_in(
         fake(tensor)
     program = copy_module(model, copies) if isinstance(model, torch.nn.Module) else model
     fake_args, fake_kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
-    return StandIn(program, fake_args, fake_kwargs, mode, target, imagined)
+    # On a device that is imagined, the weights would be in other memory.
+    real = {} if imagined else {i: t for i, t in enumerate(tensors) if is_watchable(t)}
+    ids = frozenset(id(fake(tensors[i])) for i in foreign(real))
+    return StandIn(program, fake_args, fake_kwargs, mode, target, imagined, ids)
 
 
 def target_device(present: set[str], device_type: str | None = None) -> str:
@@ -120,21 +127,27 @@ def module_tensors(model: Any) -> list[torch.Tensor]:
     """Returns parameters, buffers and tensors in plain attributes of modules."""
     if not isinstance(model, torch.nn.Module):
         return []
+    return [*model.parameters(), *model.buffers(), *_plain_tensors(model)]
+
+
+def _plain_tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     attributes = [value for module in model.modules() for value in vars(module).values()]
-    plain = [value for value in attributes if isinstance(value, torch.Tensor)]
-    return [*model.parameters(), *model.buffers(), *plain]
+    return [value for value in attributes if isinstance(value, torch.Tensor)]
 
 
 def shared_weights(model: Any, outputs: Any) -> tuple[str, ...]:
-    """Returns names of parameters and buffers that share storage with each other or an output."""
+    """Returns names of parameters and buffers that share storage with other tensors.
+
+    These are parameters, buffers, plain attributes of modules, and outputs.
+    """
     if not isinstance(model, torch.nn.Module):
         return ()
     named = [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
     ]
-    tensors = [*(tensor for _, tensor in named), *leaf_tensors(outputs)]
-    num_uses = Counter(map(storage_id, tensors))
+    others = [*_plain_tensors(model), *leaf_tensors(outputs)]
+    num_uses = Counter(map(storage_id, [*(tensor for _, tensor in named), *others]))
     return tuple(name for name, tensor in named if num_uses[storage_id(tensor)] > 1)
 
 

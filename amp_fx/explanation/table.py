@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from amp_fx.reports import dtype_cell, human, new_table, times
+from amp_fx.reports import dtype_cell, first_of, human, new_table, times
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -159,17 +159,15 @@ def _uncached_table(uncached: Iterable[tuple[str, str]]) -> Table:
     table = Table.grid(padding=(0, 1))
     for reason, groups in weights.items():
         names = [folded_path(group) for group in groups.values()]
-        more = [f"{len(names) - _MOST} more"] if len(names) > _MOST else []
-        table.add_row(f"  {', '.join([*names[:_MOST], *more])}: {reason}")
+        table.add_row(f"  {', '.join(first_of(names, _MOST))}: {reason}")
     return table
 
 
 def notes_on(graphs: Iterable[GraphRecord], breaks: Iterable[str]) -> list[str]:
     """Returns lines on removed casts, graph breaks and fallbacks."""
     removed = [cast for graph in graphs for cast in graph.casts if cast.state == "removed"]
-    lines = [f"removed: {c.name}, {c.removed_by}" for c in removed[:_MOST]]
-    if len(removed) > _MOST:
-        lines.append(f"removed: {len(removed) - _MOST} more")
+    names = first_of([f"{cast.name}, {cast.removed_by}" for cast in removed], _MOST)
+    lines = [f"removed: {name}" for name in names]
     lines += [f"graph break: {reason}" for reason in breaks]
     return [*lines, *(f"fallback: graph {g.index}: {g.fallback}" for g in graphs if g.fallback)]
 

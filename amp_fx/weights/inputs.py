@@ -180,6 +180,7 @@ def find_candidates(
     *,
     frame: CompileFrame = NO_FRAME,
     stored: Collection[int] = (),
+    foreign_ids: Collection[int] = (),
     is_training_cached: bool = False,
 ) -> Candidates:
     """Finds the weights whose values can be cached.
@@ -192,6 +193,8 @@ def find_candidates(
         rewritten: The same graph with its casts, and with values and versions in its metadata.
         frame: The modules around the graph.
         stored: Identities of weights that ``store_low`` converted.
+        foreign_ids: Identities of fake copies of weights whose memory torch did not allocate.
+            ``Candidates.in_graph`` finds real ones.
         is_training_cached: See ``Candidates``.
     """
     values = rewritten.graph.find_nodes(op="placeholder")
@@ -208,6 +211,8 @@ def find_candidates(
         name, part = input_path(node, frame), part_of(tensor)
         if id(tensor) in stored:
             rejected[name] = STORED
+        elif id(tensor) in foreign_ids:
+            rejected[name] = FOREIGN
         elif not _is_of_kind(node, tensor):
             rejected[name] = UNWATCHED
         elif not sharing[_storage_of(tensor)].isdisjoint(written):

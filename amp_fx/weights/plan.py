@@ -66,6 +66,11 @@ class CachePlan:
         """The values that take memory, without aliases of weights."""
         return tuple(spec for spec in (*self.constants, *self.values) if not spec.is_alias)
 
+    @property
+    def aliases(self) -> tuple[CachedValueSpec, ...]:
+        """The aliases of weights that the code reads themselves."""
+        return tuple(spec for spec in (*self.constants, *self.values) if spec.is_alias)
+
     def log_reasons(self) -> None:
         """Logs what is cached, and why other weights have no cached value."""
         for spec in self.computed:

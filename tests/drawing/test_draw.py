@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 import amp_fx
-from amp_fx.drawing.boxes import MOVES
-from amp_fx.drawing.folding import MOST_BOXES, levels
+from amp_fx.drawing.boxes import levels
+from amp_fx.drawing.folding import MOST_BOXES
 from amp_fx.errors import OptionError
-from amp_fx.explanation.table import bare_op
 from amp_fx.reports import COLORS, SHORT
 from tests import needs
 from tests.models.explained import CASES, gpt
@@ -169,8 +168,7 @@ def test_every_op_and_cast_is_drawn_once(explained: dict[str, Explanation]) -> N
         shown = {
             node.name
             for node in explanation.nodes
-            if node.kind in ("op", "opaque")
-            and not (bare_op(node.op) in MOVES and len(node.inputs) == 1)
+            if node.kind in ("op", "opaque") and not (node.is_view and len(node.inputs) == 1)
         }
         assert {*ops} == shown
 
@@ -193,12 +191,12 @@ def test_layers_fold_into_one_and_a_focus_unfolds_them(deep: Explanation) -> Non
     folded = amp_fx.draw(deep)
     assert "blocks.0-3  x 4" in folded.source
     qkv = [box for box in boxes(folded) if box.title == "qkv"]
-    assert [(box.module, box.lines[-2:]) for box in qkv] == [("blocks.0-3", ("1 cast", "2 cached"))]
+    assert [(box.path, box.lines[-1]) for box in qkv] == [(("blocks.0-3",), "1 cast, 2 cached")]
     assert len(boxes(folded)) <= MOST_BOXES
 
     zoomed = boxes(amp_fx.draw(deep, focus="blocks.2"))
     inside = [box for box in zoomed if box.kind != "outside"]
-    assert {box.module.split(".")[1] for box in inside} == {"2"}
+    assert {box.path[0] for box in inside} == {"blocks.2"}
     assert {box.lines for box in zoomed if box.kind == "outside"} >= {
         ("in blocks.1",),
         ("in blocks.3",),
@@ -209,12 +207,12 @@ def test_depth_is_the_number_of_levels(deep: Explanation) -> None:
     whole, outer = (boxes(amp_fx.draw(deep, depth=depth)) for depth in (0, 1))
     assert [box.title for box in whole if box.kind == "module"] == ["model"]
     assert "blocks.0-3" in [box.title for box in outer if box.kind == "module"]
-    assert {box.module for box in outer} == {""}
-    assert [levels(path) for path in ("layers.0.attn", "0.1", "0-11.norm", "a.b.2")] == [
-        ["layers.0", "attn"],
-        ["0", "1"],
-        ["0-11", "norm"],
-        ["a", "b.2"],
+    assert {box.path for box in outer} == {()}
+    assert [levels(path) for path in ("layers.0.attn", "0.1", "11.norm", "a.b.2")] == [
+        ("layers.0", "attn"),
+        ("0", "1"),
+        ("11", "norm"),
+        ("a", "b.2"),
     ]
 
 
@@ -231,6 +229,13 @@ def test_what_folds_inside_of_what_folds_has_its_class() -> None:
     layers = [nn.Sequential(*(Head() for _ in range(6)), nn.Tanh()) for _ in range(6)]
     drawn = amp_fx.draw(amp_fx.explain(nn.Sequential(*layers))(torch.randn(2, 8)))
     assert re.search(r"<B>0-5  x 6</B>.*Head", drawn.source)
+
+
+def test_a_list_may_be_in_focus() -> None:
+    model = nn.Sequential()
+    model.add_module("mlp", nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    drawn = boxes(amp_fx.draw(amp_fx.explain(model)(torch.randn(2, 8)), focus="mlp"))
+    assert [box.title for box in drawn if box.kind != "outside"] == ["mlp.0", "mlp.1"]
 
 
 def test_layers_that_differ_do_not_fold() -> None:
@@ -252,24 +257,26 @@ def test_long_names_do_not_widen_boxes() -> None:
     short = nn.Sequential(Head(), nn.Linear(8, 8))
     explanations = [amp_fx.explain(model)(torch.randn(2, 8)) for model in (long, short)]
     for depth in (1, EVERY_OP):
-        drawn = [amp_fx.draw(e, depth=depth, legend=False) for e in explanations]
+        drawn = [amp_fx.draw(e, depth=depth) for e in explanations]
         [width, usual] = [float(layout_of(d)["bb"].split(",")[2]) for d in drawn]
         assert width < usual + 90
         assert "AVeryLongNameO…" in drawn[0].source
 
 
-def test_dtypes_of_a_mixed_module_are_a_bar_without_text(explained: dict[str, Explanation]) -> None:
+def test_a_mixed_module_has_stripes_in_the_shares_of_its_dtypes(
+    explained: dict[str, Explanation],
+) -> None:
     drawing = amp_fx.draw(explained["gpt"], depth=0)
     [box] = [box for box in boxes(drawing) if box.kind == "module"]
-    assert {"bfloat16", "float32"} <= {*box.dtypes}
-    cells = re.findall(r'<TD BGCOLOR="(#\w+)" WIDTH="(\d+)" HEIGHT="6"></TD>', drawing.source)
-    colors = {COLORS[dtype]: box.dtypes.count(dtype) for dtype in ("bfloat16", "float32")}
-    total = sum(colors.values())
-    assert {color: int(width) for color, width in cells} == {
-        color: pytest.approx(90 * count / total, abs=1) for color, count in colors.items()
+    counts = {dtype: box.dtypes.count(dtype) for dtype in ("bfloat16", "float32")}
+    [(fill, style)] = re.findall(r'fillcolor="(#[^"]*;[^"]*)".*style=(\w+)', drawing.source)
+    stripes = dict(stripe.split(";") for stripe in fill.split(":"))
+    assert style == "striped"
+    assert {color: float(share) for color, share in stripes.items()} == {
+        COLORS[dtype]: pytest.approx(count / sum(counts.values()), abs=1e-3)
+        for dtype, count in counts.items()
     }
-    uniform = amp_fx.draw(explained["unet"], depth=1).source
-    assert 'HEIGHT="6"' not in uniform
+    assert "striped" not in amp_fx.draw(explained["unet"], depth=1).source
 
 
 def test_colours_edges_and_tooltips(explained: dict[str, Explanation]) -> None:
@@ -281,20 +288,6 @@ def test_colours_edges_and_tooltips(explained: dict[str, Explanation]) -> None:
     assert ".softmax(-1)" in source
     assert "cast, in every call" in source
     assert "cached: cast of a weight" in source
-    assert "cast, in every call" not in amp_fx.draw(explained["attention"], legend=False).source
-
-
-def test_the_graph_before_has_no_casts(explained: dict[str, Explanation]) -> None:
-    drawn = boxes(amp_fx.draw(explained["mlp"], before=True))
-    assert {box.kind for box in drawn} == {"input", "module", "output"}
-    assert {dtype for box in drawn for dtype in box.dtypes} == {"float32"}
-    assert not [box for box in drawn if box.casts or box.cached]
-
-
-def test_a_graph_without_an_explanation(explained: dict[str, Explanation]) -> None:
-    gm = torch.fx.symbolic_trace(nn.Linear(4, 4))
-    assert "Linear" not in amp_fx.draw(explained["mlp"].forward[0]).source.split("graph")[0]
-    assert [box.kind for box in boxes(amp_fx.draw(gm))][-1] == "output"
 
 
 @needs_dot
@@ -368,28 +361,28 @@ def test_a_page_is_the_picture_and_the_table_and_names_stay_names(tmp_path: Path
     assert all(reader.text.count(name) >= 2 for name in NAMES[:1])
 
 
-def test_without_dot_the_source_is_written(
+def test_without_dot_an_error_says_how_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, explained: dict[str, Explanation]
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(OptionError, match=r"apt-get install graphviz.*graph\.dot"):
-        amp_fx.draw(explained["mlp"], tmp_path / "graph.html")
-    assert (tmp_path / "graph.dot").read_text().startswith("digraph")
+    for ending in ("html", "png"):
+        with pytest.raises(OptionError, match="apt-get install graphviz"):
+            amp_fx.draw(explained["mlp"], tmp_path / f"graph.{ending}")
+    assert amp_fx.draw(explained["mlp"], tmp_path / "graph.dot")
     bundle = amp_fx.draw(explained["mlp"])._repr_mimebundle_()
     assert "apt-get install graphviz" in bundle["text/plain"]
 
 
 def test_bad_input(tmp_path: Path, explained: dict[str, Explanation]) -> None:
     explanation = explained["gpt"]
-    with pytest.raises(
-        OptionError, match=r"'\.jpg' is not one of \.svg, \.pdf, \.png, \.dot, \.html"
-    ):
+    formats = r"\.svg, \.pdf, \.png, \.dot, \.html"
+    with pytest.raises(OptionError, match=rf"graph\.jpg.* must end in one of {formats}"):
         amp_fx.draw(explanation, tmp_path / "graph.jpg")
-    with pytest.raises(OptionError, match="does not exist"):
+    with pytest.raises(OptionError, match="in an existing folder"):
         amp_fx.draw(explanation, tmp_path / "nowhere" / "graph.dot")
-    with pytest.raises(OptionError, match=r"similar names: blocks\.0\.attention_norm"):
+    with pytest.raises(OptionError, match=r"did you mean 'blocks\.0\.attention_norm'"):
         amp_fx.draw(explanation, focus="blocks.0.atention_norm")
-    with pytest.raises(OptionError, match="modules: blocks, norm, token"):
+    with pytest.raises(OptionError, match="focus='zzz' is not a module"):
         amp_fx.draw(explanation, focus="zzz")
     with pytest.raises(OptionError, match="depth=-1 is neither"):
         amp_fx.draw(explanation, depth=-1)

@@ -10,8 +10,6 @@ import torch
 from torch import nn
 
 import amp_fx
-from amp_fx.drawing.boxes import MOVES
-from amp_fx.explanation.table import bare_op
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,7 +121,7 @@ def wanted(explanation: Explanation, pattern: re.Pattern[str]) -> list[int]:
         sums[0] += sum(
             node.kind in ("op", "opaque")
             and bool(pattern.fullmatch(node.module))
-            and not (bare_op(node.op) in MOVES and len(node.inputs) == 1)
+            and not (node.is_view and len(node.inputs) == 1)
             for node in record.nodes
         )
         for cast in record.casts:
@@ -143,14 +141,14 @@ def test_numbers_of_every_closed_box_are_those_of_the_explanation(
 ) -> None:
     drawings = [amp_fx.draw(explained)]
     for _ in range(depth):
-        paths = {f"{b.module}.{b.title}".lstrip(".") for d in drawings for b in closed(d)}
+        paths = {".".join((*b.path, b.title)) for d in drawings for b in closed(d)}
         paths = {re.sub(r"(\d+)-\d+", r"\1", path) for path in paths}
         drawings = [amp_fx.draw(explained, focus=path) for path in sorted(paths)]
     said: dict[str, list[int]] = {}
     for drawing in drawings:
         here: dict[str, list[int]] = {}
         for box in closed(drawing):  # one that is called twice has two boxes
-            path = f"{box.module}.{box.title}".lstrip(".")
+            path = ".".join((*box.path, box.title))
             here[path] = [a + b for a, b in zip(here.get(path, [0] * 3), numbers(box), strict=True)]
         said |= here
     for path, found in said.items():

@@ -20,6 +20,7 @@ import amp_fx
 from amp_fx import stats, weight_cache
 from amp_fx.backend import backward, compilers
 from amp_fx.errors import ArgumentTypeError, OptionError, PolicyError, UnsupportedError
+from amp_fx.explanation.explanation import SCHEMA
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.regions.state import nesting
 from tests import needs
@@ -399,7 +400,7 @@ def test_dictionaries_are_stable_and_survive_json() -> None:
     first, second = (amp_fx.explain(make(), backward=True)(*args) for _ in range(2))
     assert first.to_dict() == second.to_dict()
     assert json.loads(first.to_json()) == first.to_dict()
-    assert first.to_dict()["schema"] == 3
+    assert first.to_dict()["schema"] == SCHEMA
 
 
 def test_settings_of_a_compiled_module_hold() -> None:

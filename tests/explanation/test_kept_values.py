@@ -13,10 +13,12 @@ from torch.nn.utils import parametrizations
 import amp_fx
 from amp_fx import weight_cache
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
+from amp_fx.weights.inputs import FOREIGN
 from tests import needs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from amp_fx.explanation.explanation import Explanation
 
@@ -173,3 +175,35 @@ def test_weights_stored_low_are_kept_only_where_that_was_asked_for(
         compiled(x)
     assert bool(values) == bool(options)
     assert len(values) == len(weight_cache.stats().values)
+
+
+@needs.HOOK
+@pytest.mark.parametrize("freezing", [True, False])
+@pytest.mark.parametrize("kind", ["numpy", "mmap", "shared"])
+def test_weights_in_foreign_memory_are_told_with_the_reason(
+    kind: str, freezing: bool, tmp_path: Path
+) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
+    last: Any = model[1]
+    weight = last.weight.detach()
+    if kind == "numpy":
+        weight = torch.from_numpy(weight.numpy().copy())
+    elif kind == "mmap":
+        torch.save(weight, tmp_path / "weight")
+        weight = torch.load(tmp_path / "weight", mmap=True)
+    else:
+        weight = weight.clone().share_memory_()
+    last.weight = nn.Parameter(weight)
+    x, options = torch.randn(16, 8), {"freezing": freezing}
+    compiled = amp_fx.compile(model, dtype=BFLOAT16, options=options)
+    weight_cache.clear()
+    with torch.no_grad():
+        [graph] = explained(compiled, x, options).graphs
+        compiled(x)
+    kept = {name for value in weight_cache.stats().values for name in value.weights}
+    assert {name for value in graph.cached_values for name in value.weights} == kept
+    assert "1.weight" not in kept
+    assert dict(graph.uncached)["1.weight"] == FOREIGN
+    states = {cast.weight: cast.state for cast in graph.casts if cast.weight}
+    assert states["1.weight"] == "inserted"
+    assert states["0.weight"] == "cached"

@@ -8,7 +8,6 @@ import torch
 
 import amp_fx
 from amp_fx.errors import UnsupportedError
-from amp_fx.explanation.network import longest_low_path
 from tests.models.explained import mlp
 
 
@@ -40,23 +39,3 @@ def test_several_graphs_are_kept_apart() -> None:
     assert len(second) == len(both) - len(explanation.forward[0].nodes)
     with pytest.raises(UnsupportedError, match="graphs 0 to 1"):
         amp_fx.to_networkx(explanation, graph=2)
-
-
-def network(*edges: tuple[str, str], low: str = "") -> nx.DiGraph:
-    """Returns a graph whose nodes are letters: ops in bfloat16 and ops in float32."""
-    graph = nx.DiGraph(edges)
-    for name, data in graph.nodes(data=True):
-        data |= {"kind": "op", "dtype": "bfloat16" if name in low else "float32"}
-    return graph
-
-
-def test_longest_low_path() -> None:
-    graph = network(("a", "b"), ("b", "c"), ("a", "d"), ("d", "e"), ("e", "f"), low="abcdf")
-    assert longest_low_path(graph) == ["a", "b", "c"]
-    assert longest_low_path(network(("a", "b"))) == []
-
-
-def test_of_equal_paths_the_first_is_named() -> None:
-    """Names the first path, instead of one that depends on hashes, which differ between runs."""
-    graph = network(*[("in", name) for name in "zyxwvutsrqponmlkjihgfedcba"], low="nmlkjih")
-    assert longest_low_path(graph) == ["n"]
