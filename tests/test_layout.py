@@ -32,8 +32,8 @@ ORDER = (
     ("exporting",),
     ("explanation", "integrations"),
     ("observe",),
-    ("numerics", "stored", "accelerators"),
-    ("drawing",),
+    ("numerics", "accelerators"),
+    ("stored", "drawing"),
     ("commands",),
     ("__main__", "pytest"),
 )

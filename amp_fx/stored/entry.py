@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,8 @@ from torch import nn
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import ArgumentTypeError, UnsupportedError
-from amp_fx.explanation.entry import label
-from amp_fx.explanation.running import is_usable, leaf_tensors, module_tensors, target_device
-from amp_fx.front.settings import unwrap
-from amp_fx.graphs.policy_mode import ambient_policy
-from amp_fx.options import check_device_dtype, default_dtype, to_dtype
-from amp_fx.policies.policy import as_policy, preset
+from amp_fx.explanation.entry import explain
+from amp_fx.front.settings import policy_for, unwrap
 from amp_fx.progress import working
 from amp_fx.regions.state import no_autocast
 from amp_fx.second_call import takes_inputs_later
@@ -25,8 +22,7 @@ from amp_fx.stored.report import StorageReport, StoredWeight
 from amp_fx.weights.stored_low import forget, mark_stored
 
 if TYPE_CHECKING:
-    import os
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from amp_fx.policies.policy import Policy
 
@@ -35,10 +31,7 @@ log = logging.getLogger(__name__)
 
 @takes_inputs_later
 def store_low(
-    model: nn.Module,
-    *,
-    dtype: torch.dtype | str | None = None,
-    policy: Policy | str | os.PathLike[str] = "torch",
+    model: nn.Module, *, dtype: torch.dtype | str | None = None, policy: Policy | str | None = None
 ) -> Callable[..., StorageReport]:
     """Stores the weights of a model in low precision for inference, with identical results.
 
@@ -49,17 +42,18 @@ def store_low(
     do not pack these weights, which would take additional memory, unless
     ``options={"freezing": True}`` requests it.
 
-    The analysis explains the compiled program, and runs copies of the model eagerly, one at a time:
-    it finds reads without a cast, and excludes weights whose dtype changes a bit of the results. A
-    model on the ``meta`` device is run on fake tensors, which only shows dtypes and shapes. Only
-    one call is analyzed, so pass representative arguments. Tied weights, and weights of modules
-    with hooks or parametrizations, are not converted; no weight is if a graph falls back.
-    ``model.state_dict()`` contains the low weights, and ``load_state_dict`` rounds float32 weights.
+    The analysis explains the compiled program, which shows reads without a cast. Then it runs
+    copies of the model eagerly, one at a time, and excludes weights whose dtype changes a bit of
+    the results. A model on the ``meta`` device is run on fake tensors, which only shows dtypes and
+    shapes. Only one call is analyzed, so pass representative arguments. Tied weights, and weights
+    of modules with hooks or parametrizations, are not converted; no weight is if a graph falls
+    back. ``model.state_dict()`` contains the low weights, and ``load_state_dict`` rounds float32
+    weights.
 
     Args:
         model: A module in evaluation mode. For a compiled module, its original is converted.
-        dtype: The low dtype of the region, or its name. Defaults to the dtype of the region around
-            the call of ``store_low``, else the policy's, else the default of ``amp_fx.compile``.
+        dtype: The low dtype of the region, or its name. Defaults to the dtype of ``amp_fx.compile``
+            or of the region around the call, as for ``amp_fx.explain``.
         policy: The policy of the region: a ``Policy``, the name of a preset or the path of a policy
             file. Defaults to the policy of ``amp_fx.compile`` or of the surrounding region, else
             PyTorch's.
@@ -72,100 +66,60 @@ def store_low(
         ArgumentTypeError: The model is not a module.
         UnsupportedError: The model is in training mode, or a parameter has a gradient. Raised by
             the call, without any change, if the model cannot be traced with its arguments.
-        OptionError: The dtype is not a low dtype.
-        PolicyError: The policy is invalid.
+        OptionError: Raised by the call if the dtype is not a low dtype.
+        PolicyError: Raised by the call if the policy is invalid.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"amp_fx.store_low expects a torch.nn.Module, got {model!r}")
     target, settings = unwrap(model, "amp_fx.store_low")
     assert isinstance(target, nn.Module)
-    low_dtype = settings.dtype if dtype is None else to_dtype("dtype", dtype)
-    resolved = as_policy(policy)
-    if resolved == preset("torch"):
-        resolved = settings.policy or ambient_policy() or resolved
     _reject_training(target)
 
     @functools.wraps(target, assigned=("__doc__",), updated=())
     def store_call(*args: Any, **kwargs: Any) -> StorageReport:
         _reject_training(target)
+
+        explain_call = explain(
+            target,
+            dtype=settings.dtype if dtype is None else dtype,
+            policy=policy_for(policy, settings),
+            device_type=settings.device_type,
+            # Cached casts of weights would look like other readers.
+            options={"weight_cache": False},
+        )
+        is_ambient = contextlib.nullcontext() if dtype is None else no_autocast()
         with working(f"storing the weights of {type(target).__name__}"):
-            return _store(target, low_dtype, resolved, args, kwargs)
+            with is_ambient, torch.no_grad():
+                explanation = explain_call(*args, **kwargs)
+            return _store(Call(target, args, kwargs, explanation))
 
     return store_call
 
 
 def _reject_training(model: nn.Module) -> None:
-    names = [name for name, module in model.named_modules() if module.training]
-    if names:
-        module_name = f"its module {names[0]!r}" if names[0] else "it"
+    modules = [name for name, module in model.named_modules() if module.training]
+    graded = [name for name, p in model.named_parameters() if p.grad is not None]
+    signs = [f"its module {name!r} is in training mode" for name in modules]
+    signs += [f"{name} has a gradient" for name in graded]
+    if signs:
         raise UnsupportedError(
-            f"{type(model).__name__} cannot be stored in low precision: {module_name} is in "
-            "training mode, and updates are too small for low-precision weights. Call model.eval() "
-            "first"
-        )
-    with_gradients = [name for name, p in model.named_parameters() if p.grad is not None]
-    if with_gradients:
-        raise UnsupportedError(
-            f"{type(model).__name__} cannot be stored in low precision: {with_gradients[0]} has a "
-            "gradient, as in training. Call model.zero_grad() first"
+            f"{type(model).__name__} cannot be stored in low precision: {signs[0]}, and updates "
+            "are too small for low-precision weights. Call model.eval() and model.zero_grad() first"
         )
 
 
-def _store(
-    model: nn.Module,
-    dtype: torch.dtype | None,
-    policy: Policy,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> StorageReport:
-    device_type = _device_type(model, args, kwargs)
-    dtype = dtype or _low_dtype(device_type, policy)
-    check_device_dtype(device_type, dtype)
-    with no_autocast():
-        region = functools.partial(torch.autocast, device_type, dtype)
-        reasons = reasons_to_stay(Call(model, args, kwargs, device_type, dtype, policy, region))
-    weights = _replace(model, reasons, dtype)
-    report = StorageReport(
-        model=type(model).__name__,
-        policy=label(policy),
-        dtype=dtype_name(dtype),
-        device_type=device_type,
-        weights=weights,
-    )
-    if not report.stored:
-        main = max(weights, key=lambda weight: weight.bytes_before, default=None)
-        reason = "it has no weights" if main is None else main.reason
-        log.warning("no weight of %s was stored low: %s", report.model, reason)
-    return report
-
-
-def _device_type(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Returns the device type of the tensors; for ``meta``, that of an available device."""
-    tensors = [*module_tensors(model), *leaf_tensors((args, kwargs))]
-    target = target_device({tensor.device.type for tensor in tensors})
-    return target if target == "cpu" or is_usable(target) else "cpu"
-
-
-def _low_dtype(device_type: str, policy: Policy) -> torch.dtype:
-    if torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return policy.low_dtype(device_type) or default_dtype(device_type, warns=True)
-
-
-def _replace(
-    model: nn.Module, reasons: Mapping[str, str], dtype: torch.dtype
-) -> tuple[StoredWeight, ...]:
-    """Stores the weights without a reason one by one; returns the records of all weights."""
-    records: dict[int, StoredWeight] = {}
-    for name, tensor in named_weights(model).items():
+def _store(call: Call) -> StorageReport:
+    """Stores the weights without a reason one by one."""
+    reasons, records = reasons_to_stay(call), dict[int, StoredWeight]()
+    for name, tensor in named_weights(call.model).items():
         if id(tensor) in records:
             continue
         before = tensor.dtype, tensor.numel() * tensor.element_size()
         if not reasons[name]:
             forget(tensor)
-            store(tensor, dtype)
+            store(tensor, call.dtype)
             owner, _, attribute = name.rpartition(".")
-            mark_stored(model.get_submodule(owner), attribute)
+            mark_stored(call.model.get_submodule(owner), attribute)
         records[id(tensor)] = StoredWeight(
             path=name,
             shape=tuple(tensor.shape),
@@ -175,4 +129,16 @@ def _replace(
             bytes=tensor.numel() * tensor.element_size(),
             reason=reasons[name],
         )
-    return tuple(records.values())
+    explanation = call.explanation
+    report = StorageReport(
+        model=explanation.model,
+        policy=explanation.policy,
+        dtype=explanation.dtype,
+        device_type=explanation.device_type,
+        weights=tuple(records.values()),
+    )
+    if not report.stored:
+        main = max(report.weights, key=lambda weight: weight.bytes_before, default=None)
+        reason = "it has no weights" if main is None else main.reason
+        log.warning("no weight of %s was stored low: %s", report.model, reason)
+    return report

@@ -84,13 +84,6 @@ class StorageReport(Report):
         )
         return Group(head, sums, Text(""), _table(self))
 
-    def __repr__(self) -> str:
-        """Returns a summary in one line."""
-        return (
-            f"<StorageReport of {self.model}: {len(self.stored)} of {len(self.weights)} weights "
-            f"stored in {self.dtype}, {human(self.bytes_before)} -> {human(self.bytes)}>"
-        )
-
 
 def _table(report: StorageReport) -> Table:
     """Returns one row for all weights that differ only in the numbers of their layers."""

@@ -62,13 +62,7 @@ def stored_names(report: amp_fx.StorageReport) -> set[str]:
 # Bits
 
 
-NAMES = (
-    "unet",
-    "lstm_cell",
-    "transformer_encoder_eval",
-    "decoder_only_with_tied_weights_and_loss",
-    "dynamic_decoder",
-)
+NAMES = ("unet", "lstm_cell", "decoder_only_with_tied_weights_and_loss", "dynamic_decoder")
 
 
 @pytest.mark.one_in(3)
@@ -318,8 +312,8 @@ def test_other_dtypes_and_what_nothing_reads_stay() -> None:
         "linear.weight": "",
         "linear.bias": "",
         "wide": "is float64",
-        "unused.weight": "not read in this call",
-        "unused.bias": "not read in this call",
+        "unused.weight": "no graph of this call reads it",
+        "unused.bias": "no graph of this call reads it",
         "count": "is int64",
     }
 
@@ -340,9 +334,9 @@ def test_a_program_that_looks_at_numbers_is_run_on_a_copy() -> None:
 
 def test_a_warning_says_that_nothing_was_stored(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "amp_fx.stored"), torch.no_grad():
-        program = Program(lambda self, x: (x, self.linear.weight, self.linear.bias))
+        program = Program(lambda self, x: (x + 1, self.linear.weight, self.linear.bias))
         amp_fx.store_low(program.eval())(torch.randn(2, 8))
-    assert "no weight of Program was stored low: returned by the model" in caplog.text
+    assert "no weight of Program was stored low: tied, or shares memory" in caplog.text
 
 
 def test_weights_of_several_graphs_are_stored() -> None:
@@ -488,7 +482,6 @@ def test_the_report_is_data_and_a_table() -> None:
     text = str(report)
     assert "stored low: 4 of 8 weights" in text
     assert "0-1.1.weight" in text
-    assert "4 of 8 weights stored in bfloat16" in repr(report)
     assert "<pre" in report._repr_html_()
 
 
