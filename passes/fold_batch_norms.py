@@ -78,11 +78,13 @@ class FoldBatchNorms:
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``folded_norms``."""
-        if not self.precedes_casts and not has_onednn():
+        graph = gm.graph
+        convolutions = [node for node in graph.nodes if node.target in _CONVOLUTIONS]
+        if not convolutions or not (self.precedes_casts or has_onednn()):
             return PassResult(Counter())
-        graph, constants = gm.graph, self._constants(gm.graph)
+        constants = self._constants(graph)
         find = _with_norm if self.precedes_casts else _with_arithmetic
-        chains = [find(node, constants) for node in graph.nodes if _can_scale(node, constants)]
+        chains = [find(node, constants) for node in convolutions if _can_scale(node, constants)]
         num_folded = sum(_fold(chain, self.accepts) for chain in chains if chain)
         graph.eliminate_dead_code()
         return PassResult(Counter(folded_norms=num_folded))
@@ -102,8 +104,8 @@ def has_onednn() -> bool:
 
 
 def _can_scale(node: fx.Node, constants: set[fx.Node]) -> bool:
-    """Returns True if a node is a convolution whose weight and bias are constants."""
-    if node.target not in _CONVOLUTIONS or node.kwargs:
+    """Returns True for a convolution whose weight and bias are constants."""
+    if node.kwargs:
         return False
     _, weight, bias, *settings = _arguments(node)
     is_transposed = node.target is aten.convolution.default and settings[3]

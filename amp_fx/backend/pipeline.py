@@ -127,7 +127,7 @@ AOT_PASSES: tuple[type[Pass], ...] = (
     SeparateInputs,
 )
 """Passes on AOTAutograd's graphs, roughly in order; ``aot_passes`` and ``packing_passes`` say when
-each runs. ``WidenProducts``, ``FoldConstants`` and ``RecordValues`` run more than once."""
+each runs. ``FoldConstants`` and ``RecordValues`` run more than once."""
 
 BUILT_IN: Mapping[str, type[Pass]] = {kind.name: kind for kind in (*CAPTURED_PASSES, *AOT_PASSES)}
 """All passes by name."""
@@ -243,8 +243,8 @@ def aot_passes(
     if is_inductor:
         passes += [
             # After caching: what is cached is the low cast, and the float32 form of it is computed
-            # in the kernel that reads it.
-            *(() if is_strict else (WidenProducts(),)),
+            # in the kernel that reads it. ``packing_passes`` widens products before it packs them.
+            *(() if is_strict or packing else (WidenProducts(),)),
             # Marks of nodes come last, because passes above replace nodes.
             RoundCompared(),
             *((KeepEagerKernels(),) if options.has_eager_kernels else ()),
