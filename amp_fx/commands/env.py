@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import shutil
-import subprocess
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,17 +45,8 @@ def versions() -> Iterator[tuple[str, str]]:
     """Yields the versions of Python, the platform and packages."""
     yield "python", f"{platform.python_version()} on {platform.platform()}"
     yield "amp_fx", __version__
-    yield "torch", f"{torch.__version__}, {_build()}"
+    yield "torch", torch.__version__
     yield from ((name, _version(name)) for name in PACKAGES)
-
-
-def _build() -> str:
-    """Describes the platform for which torch was built."""
-    for name in ("cuda", "hip", "xpu"):
-        version = getattr(torch.version, name, None)
-        if version is not None:
-            return f"built for {name} {version}"
-    return "built for the CPU only"
 
 
 def _version(name: str) -> str:
@@ -68,26 +58,13 @@ def _version(name: str) -> str:
 
 def tools() -> Iterator[tuple[str, str]]:
     """Yields the programs that inductor and drawings need."""
-    yield "C++ compiler", _compiler() or "missing: inductor needs one on CPU"
-    yield "dot", _dot_version()
+    compiler = "missing: inductor needs one on CPU"
+    if has_cpp_compiler():
+        from amp_fx.torch_private.inductor_build import get_cpp_compiler
 
-
-def _compiler() -> str:
-    """Returns the version of the C++ compiler; empty if there is none."""
-    if not has_cpp_compiler():
-        return ""
-    from amp_fx.torch_private.inductor_build import get_cpp_compiler
-
-    name = get_cpp_compiler()
-    process = subprocess.run([name, "--version"], capture_output=True, text=True, check=False)
-    return next(iter(process.stdout.splitlines()), name).strip()
-
-
-def _dot_version() -> str:
-    if shutil.which("dot") is None:
-        return "missing: pictures need Graphviz"
-    process = subprocess.run(["dot", "-V"], capture_output=True, text=True, check=False)
-    return (process.stderr or process.stdout).strip()
+        compiler = get_cpp_compiler()
+    yield "C++ compiler", compiler
+    yield "dot", shutil.which("dot") or "missing: pictures need Graphviz"
 
 
 def extension() -> Iterator[tuple[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import re
@@ -13,7 +12,7 @@ import torch
 
 from amp_fx.drawing.draw import check_path, draw
 from amp_fx.dtypes import as_dtype
-from amp_fx.errors import OptionError, UnsupportedError
+from amp_fx.errors import OptionError, UnsupportedError, did_you_mean
 from amp_fx.explanation.entry import explain
 
 if TYPE_CHECKING:
@@ -70,28 +69,18 @@ def run(args: argparse.Namespace) -> int:
 def make_optimizer(text: str, model: Callable[..., Any]) -> torch.optim.Optimizer:
     """Creates an optimizer of a model's parameters from ``"AdamW"`` or ``"AdamW:fused"``."""
     name, _, kernels = text.partition(":")
-    classes = {key.lower(): kind for key, kind in vars(torch.optim).items() if _is_optimizer(kind)}
-    if name.lower() not in classes:
-        similar = difflib.get_close_matches(name.lower(), classes, n=3)
-        names = ", ".join(classes[other].__name__ for other in similar)
-        hint = f"; similar names: {names}" if similar else ""
-        raise OptionError(f"--optimizer {text}: torch.optim has no optimizer of this name{hint}")
+    kind = getattr(torch.optim, name, None)
+    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
+        hint = did_you_mean(name, dir(torch.optim))
+        raise OptionError(f"--optimizer {text}: torch.optim has no class {name!r}{hint}")
     if kernels not in ("", "fused", "foreach"):
         raise OptionError(f"--optimizer {text}: write fused or foreach after the colon")
     parameters = [p for p in getattr(model, "parameters", tuple)() if p.requires_grad]
-    if not parameters:
-        raise OptionError(f"--optimizer {text}: the model has no parameters to update")
+    settings: dict[str, Any] = {kernels: True} if kernels else {}
     try:
-        optimizer = classes[name.lower()](parameters, **({kernels: True} if kernels else {}))
+        return kind(parameters, **settings)
     except (TypeError, ValueError, RuntimeError) as error:
         raise OptionError(f"--optimizer {text}: {error}") from error
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    return optimizer
-
-
-def _is_optimizer(kind: Any) -> bool:
-    is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
-    return is_class and kind is not torch.optim.Optimizer
 
 
 _NEEDS_INTEGERS = re.compile(r"scalar types?:? Long|IntTensor|LongTensor|indices")
@@ -137,8 +126,7 @@ def _import(target: str) -> Any:
         raise UnsupportedError(f"{module_name!r} cannot be imported: {kind}{error}") from error
     for part in name.split("."):
         if not hasattr(value, part):
-            similar = difflib.get_close_matches(part, dir(value), n=3)
-            hint = f"; similar names: {', '.join(similar)}" if similar else ""
+            hint = did_you_mean(part, dir(value))
             raise UnsupportedError(f"{module_name!r} has no {name!r}{hint}")
         value = getattr(value, part)
     if not callable(value):

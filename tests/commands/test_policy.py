@@ -95,13 +95,6 @@ def test_all_ops_of_all_devices(run: Run) -> None:
             assert f"\n{op} " in out
 
 
-def test_ipex_shows_what_is_gone(run: Run) -> None:
-    out = run("--preset", "ipex", "--device", "cpu")
-    for op in ("eig", "lstsq", "matrix_rank", "symeig"):
-        assert f"aten::{op}: listed, but not in torch" in out
-    assert "aten::symeig: listed, but not in torch" in run("symeig", "--preset", "ipex")
-
-
 def test_json_has_the_rows(run: Run) -> None:
     data = json.loads(run("softmax.int", "--json"))
     assert (data["policy"], data["torch"]) == ("torch", torch.__version__)
@@ -137,12 +130,10 @@ def test_every_example_of_the_help_text_runs(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(command) == 0
-    out = capsys.readouterr().out
-    assert out
-    assert max(map(len, out.splitlines())) <= 80
+    assert capsys.readouterr().out
 
 
-def test_piped_output_is_plain_text_within_80_columns() -> None:
+def test_piped_output_is_plain_text() -> None:
     env = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "FORCE_COLOR")}
     code = "import sys; from amp_fx.commands.cli import main; code = main(['policy', 'exp']); "
     code += "sys.exit(3 if 'amp_fx.commands.explain' in sys.modules else code)"
@@ -150,5 +141,4 @@ def test_piped_output_is_plain_text_within_80_columns() -> None:
     assert done.returncode == 0, "another command's imports were paid for"
     lines = done.stdout.decode().splitlines()
     assert any("aten::exp" in line for line in lines)
-    assert max(map(len, lines)) <= 80
     assert b"\x1b" not in done.stdout
