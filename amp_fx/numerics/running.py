@@ -42,7 +42,7 @@ def _run_backward(
     outputs = [t for t in ([loss] if loss is not None else floats) if t.requires_grad]
     read = [leaf for leaf, _ in twin.recorder.guard.leaves()]
     leaves = [leaf for leaf in dict.fromkeys([*read, *outputs]) if _is_trained(leaf)]
-    new = [leaf for leaf, before in twin.recorder.guard.leaves() if before is None]
+    new = [leaf for leaf, before in twin.recorder.guard.leaves() if leaf.grad is not before]
     if effects.roots or any(leaf.grad is not None for leaf in new) or not outputs:
         _divide_effects(twin, _loss_scale(twin, effects, loss))
         return _compared(twin, new, [leaf.grad for leaf in new], asked)

@@ -76,11 +76,22 @@ EAGER_FORMS: dict[str, Callable[..., Any]] = {
 }
 
 
-class CallNotes(TorchFunctionMode):
-    """Notes the function of torch that the program is calling, with a number for each call."""
+_TENSOR: Any = torch.Tensor  # stubs call its properties tensors
+_ATTRIBUTE_WRITES = (_TENSOR.grad.__set__, _TENSOR.grad.__delete__, _TENSOR.data.__set__)
+"""Functions by which the program replaces the gradient or the memory of a tensor."""
 
-    def __init__(self) -> None:
+
+class CallNotes(TorchFunctionMode):
+    """Notes the function of torch that the program is calling, with a number for each call.
+
+    Args:
+        replaces: Called before the program replaces the gradient or the memory of a tensor, of
+            which the dispatcher sees nothing.
+    """
+
+    def __init__(self, replaces: Callable[[torch.Tensor], None]) -> None:
         super().__init__()
+        self._replaces = replaces
         self.function: Callable[..., Any] | None = None
         self.number = 0
 
@@ -89,6 +100,8 @@ class CallNotes(TorchFunctionMode):
         if isinstance(func, HigherOrderOperator) and str(func) in EAGER_FORMS:
             with self:
                 return EAGER_FORMS[str(func)](*args, **(kwargs or {}))
+        if func in _ATTRIBUTE_WRITES:
+            self._replaces(args[0])
         outer, self.function = self.function, func
         if func is torch.Tensor.backward:
             self.function = None  # torch calls no mode for what the backward calls

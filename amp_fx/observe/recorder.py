@@ -191,7 +191,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, guard: StateGuard, paths: ModulePaths, *sinks: Sink) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.guard, self.sinks = guard, sinks
-        self.notes = CallNotes()
+        self.notes = CallNotes(guard.note_attributes)
         self.places = Places(self.notes, paths)
         self._location_of: dict[int, NodeLocation] = {}
         self._last_number = latest_sequence_number()

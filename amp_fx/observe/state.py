@@ -42,6 +42,7 @@ class StateGuard:
         self._allocated: Marks[None] = Marks()
         self._storages: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._leaves: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for owner in owners:
             self.hold(owner)
 
@@ -68,6 +69,13 @@ class StateGuard:
                     self._parameter_dtypes.add(tensor.dtype)
             if tensor.requires_grad and tensor.is_leaf:
                 self._leaves.setdefault(id(tensor), (tensor, tensor.grad))
+
+    def note_attributes(self, tensor: torch.Tensor) -> None:
+        """Notes the gradient and the memory of a tensor, before the program replaces them."""
+        if tensor.is_leaf:
+            self._leaves.setdefault(id(tensor), (tensor, tensor.grad))
+        if _has_plain_memory(tensor):
+            self._memory.setdefault(id(tensor), (tensor, tensor.data))
 
     def check_float32(self) -> None:
         """Raises an error if the program has no float32 tensor."""
@@ -130,6 +138,7 @@ class StateGuard:
                     base.detach_()
         for saved in self._attributes.values():
             saved.restore()
+        _restore_memory(self._memory.values())
         for leaf, gradient in self.leaves():
             if leaf.grad is not gradient:
                 leaf.grad = gradient
@@ -169,9 +178,14 @@ class SavedAttributes:
                 container.clear()
                 fill = container.update if isinstance(container, dict) else container.extend
                 fill(before)
-        for tensor, before in self._memory:
-            if _where(tensor) != _where(before):
-                tensor.data = before
+        _restore_memory(self._memory)
+
+
+def _restore_memory(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Gives tensors the memory back that they had."""
+    for tensor, before in pairs:
+        if _where(tensor) != _where(before):
+            tensor.data = before
 
 
 def _has_plain_memory(value: Any) -> bool:
