@@ -388,8 +388,8 @@ class Twin(Sink):
     def after(self, event: Event, before: ShadowedCall | None) -> None:
         """Repeats an op and measures its results."""
         call = before
-        is_shared = event.facts.is_view and _all_share(event.results, event.tensors)
-        is_copy = event.facts.is_view and not is_shared and all(map(is_tracked, event.tensors))
+        is_view = event.facts.is_view and all(map(is_tracked, (*event.results, *event.tensors)))
+        is_copy = is_view and not _all_share(event.results, event.tensors)
         if is_copy and self.is_wanted(event.location):
             call = ShadowedCall(self, event)  # a view that copied; it has overwritten nothing
             if call.is_affected:

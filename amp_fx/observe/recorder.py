@@ -135,8 +135,8 @@ class Event:
     def flops(self) -> int:
         """The floating-point operations of a product; 0 for other ops."""
         formula = _formula(self.op)
-        if formula is None:
-            return 0
+        if formula is None or any(tensor.is_nested for tensor in self.tensors):
+            return 0  # a nested tensor has no sizes that a formula can read
         kwargs = {name: value for name, value in self.kwargs.items() if name != "out"}
         return int(formula(*self.args, **kwargs, out_val=self.result))
 

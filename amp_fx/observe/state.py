@@ -67,12 +67,12 @@ class StateGuard:
                 self._dtypes.add(tensor.dtype)
                 if isinstance(tensor, torch.nn.Parameter):
                     self._parameter_dtypes.add(tensor.dtype)
-            if tensor.requires_grad and tensor.is_leaf:
+            if tensor.requires_grad and _is_leaf(tensor):
                 self._leaves.setdefault(id(tensor), (tensor, tensor.grad))
 
     def note_attributes(self, tensor: torch.Tensor) -> None:
         """Notes the gradient and the memory of a tensor, before the program replaces them."""
-        if tensor.is_leaf:
+        if _is_leaf(tensor):
             self._leaves.setdefault(id(tensor), (tensor, tensor.grad))
         if _has_plain_memory(tensor):
             self._memory.setdefault(id(tensor), (tensor, tensor.data))
@@ -186,6 +186,14 @@ def _restore_memory(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for tensor, before in pairs:
         if _where(tensor) != _where(before):
             tensor.data = before
+
+
+def _is_leaf(tensor: torch.Tensor) -> bool:
+    """Returns True if autograd stores the gradient of a tensor.
+
+    A view that was created without gradients also has no node, until its base is written in place.
+    """
+    return tensor.is_leaf and (tensor._base is None or not tensor._base.requires_grad)
 
 
 def _has_plain_memory(value: Any) -> bool:

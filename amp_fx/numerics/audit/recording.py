@@ -9,17 +9,17 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from amp_fx.dtypes import dtype_name
 from amp_fx.numerics.audit.regions import Regions
 from amp_fx.numerics.audit.report import Use
-from amp_fx.observe.ops import is_wrapped
+from amp_fx.observe.ops import is_tracked
 from amp_fx.observe.recorder import Event, Recorder, Sink
 from amp_fx.observe.storages import Marks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    import torch
 
     from amp_fx.numerics.audit.report import Finding
 
@@ -127,7 +127,8 @@ class Auditor(Sink):
     def after(self, event: Event, before: Any) -> None:
         """Counts an op and passes it to the rules, which get views only in a backward.
 
-        Rules do not get ops on sparse and quantized tensors, which have no storage of elements.
+        Rules do not get ops on sparse, quantized and nested tensors, which have no storage of
+        elements.
         """
         del before
         if event.stage == "update":
@@ -144,8 +145,7 @@ class Auditor(Sink):
             self.uses.add("reductions", tensors, module)
         elif event.op.namespace in COLLECTIVES and event.name != "wait_tensor":
             self.uses.add("collectives", event.tensors, module)
-        is_plain = all(t.layout is torch.strided and not t.is_quantized for t in tensors)
-        if not is_plain or (event.facts.is_view and event.stage != "backward"):
+        if not all(map(is_tracked, tensors)) or (event.facts.is_view and event.stage != "backward"):
             return
         for rule in self.rules:
             rule.after(event, None)
@@ -163,7 +163,7 @@ class Auditor(Sink):
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         """Counts a tensor that autograd saves for the backward."""
         recorder = self.recorder
-        if recorder.is_paused or tensor.layout is not torch.strided or is_wrapped(tensor):
+        if recorder.is_paused or not is_tracked(tensor):
             return tensor
         if not self._saved.has(tensor) and recorder.guard.is_allocated(tensor):
             self._saved.put(tensor, None)
