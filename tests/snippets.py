@@ -7,10 +7,11 @@ Without ``--inductor``, AOTAutograd runs the graphs, because nothing is timed.
 
 from __future__ import annotations
 
+import builtins
 import gc
 import re
-import runpy
 import sys
+import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,13 +36,17 @@ def run_all(programs: list[list[str]], *, uses_inductor: bool) -> None:
     if not uses_inductor:
         for module in (compilers, lower):
             setattr(module, "uses_inductor", lambda *_: False)  # noqa: B010
+    main_module = sys.modules["__main__"] = types.ModuleType("__main__")
     for path, *arguments in programs:
         torch._dynamo.reset()
         weight_cache.clear()
         sys.argv[:] = [path, *arguments]
         try:
-            # Dynamo looks names up in the module `__main__`, which run_path replaces meanwhile.
-            runpy.run_path(path, run_name="__main__")
+            # Dynamo caches the module `__main__` for the process, so all programs run in one.
+            vars(main_module).clear()
+            vars(main_module).update(__name__="__main__", __file__=path, __builtins__=builtins)
+            text = Path(path).read_text(encoding="utf-8")
+            exec(compile(text, path, "exec"), vars(main_module))
         except BaseException as error:
             if isinstance(error, SystemExit) and not error.code:
                 continue

@@ -111,7 +111,7 @@ def test_commands_run(tmp_path: Path) -> None:
     shown = "".join(text for page in PAGES for text in fenced(page, "sh")).replace("\\\n", "")
     programs: list[str] = []
     for command in sorted({*shown.splitlines()}):
-        python, option, module, *arguments = shlex.split(command)
+        python, option, module, *arguments = shlex.split(command, comments=True)
         assert (python, option, module) == ("python", "-m", "amp_fx")
         if HAS_DOT or "--html" not in arguments:
             programs += ["--program", str(ROOT / "amp_fx" / "__main__.py"), *arguments]
@@ -388,4 +388,4 @@ def test_no_link_of_the_site_is_dead(site: Path) -> None:
 def test_the_picture_of_the_readme_shows_casts() -> None:
     text = (ROOT / "docs" / "assets" / "attention.svg").read_text(encoding="utf-8")
     assert "cast, in every call" in text
-    assert "cast of a weight, once per update" in text
+    assert "cast of a weight, once per write" in text

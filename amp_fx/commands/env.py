@@ -94,5 +94,7 @@ def devices() -> Iterator[tuple[str, str]]:
         if module is None or not module.is_available():
             yield name, "not available; can be explained (device_type)"
             continue
-        devices = [module.get_device_name(i) for i in range(module.device_count())]
+        # An out-of-tree device may have no names.
+        name_of = getattr(module, "get_device_name", lambda i, name=name: f"{name}:{i}")
+        devices = [name_of(i) for i in range(module.device_count())]
         yield name, f"{', '.join(devices)}, autocast to {dtype_name(default_dtype(name))}"

@@ -165,7 +165,7 @@ def _head(title: str, boxes: list[Box]) -> str:
     cells = [f'<TD BGCOLOR="{color}"> {text} </TD>' for color, text in colors.items()]
     marks = {
         "→ cast, in every call": (CAST, any(box.casts for box in boxes)),
-        "cached: cast of a weight, once per update": (CACHED, any(box.cached for box in boxes)),
+        "cached: cast of a weight, once per write": (CACHED, any(box.cached for box in boxes)),
         "octagon: opaque": ("#333333", any(box.kind == "opaque" for box in boxes)),
     }
     texts = [

@@ -68,7 +68,7 @@ class CastRecord:
         from_dtype: Dtype of the source.
         to_dtype: Dtype of the result.
         wanted_by: The op that needs the cast, ``"output"``, or the reason why a dtype was restored.
-        state: ``"inserted"`` (computed in every call), ``"cached"`` (computed once per update of
+        state: ``"inserted"`` (computed in every call), ``"cached"`` (computed once per write to
             the weight) or ``"removed"``.
         removed_by: The reason of the removal, or ``""``.
         weight: Path of the parameter or buffer that is cast; ``""`` for other tensors.
@@ -103,7 +103,7 @@ class NodeRecord:
         name: Name, unique in the graph. The names of nodes in a body of a higher-order op start
             with the body's name and a dot.
         kind: ``"input"``, ``"weight"``, ``"op"``, ``"cast"``, ``"cached_cast"`` (a cast that is
-            computed once per update of the weight), ``"opaque"`` or ``"output"``.
+            computed once per write to the weight), ``"opaque"`` or ``"output"``.
         op: The target: ``"aten.linear"``, ``"F.gelu"``, ``".view"``; for inputs, the path in the
             model.
         module: Path of the innermost module, such as ``"layers.0.attn"``; ``""`` is the root.
@@ -250,7 +250,7 @@ class Totals:
         ops_by_dtype: Number of these nodes by compute dtype.
         casts_put_in: Number of inserted casts, including removed ones.
         casts_removed: Number of removed casts: shared casts and round trips.
-        casts_cached: Number of casts that are computed once per update of a weight.
+        casts_cached: Number of casts that are computed once per write to a weight.
         casts_left: Number of casts that are computed in every call.
         bytes_cast: Bytes that the casts of every call read and write.
         bytes_saved: Bytes that cached casts of weights save in every call.

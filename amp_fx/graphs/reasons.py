@@ -19,7 +19,7 @@ _KINDS = {
     "input": "an argument of the graph",
     "weight": "a parameter or buffer",
     "output": "what the graph returns",
-    "cached_cast": "a cast that is computed once per update of the weight",
+    "cached_cast": "a cast that is computed once per write to the weight",
 }
 
 

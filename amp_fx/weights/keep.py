@@ -225,7 +225,7 @@ def keep(fn: Callable[..., Value], *weights: torch.Tensor, verify: str = "sample
     engine, or with a custom kernel::
 
         qkv = amp_fx.keep(lambda q, k, v: torch.cat([q, k, v]).bfloat16(), q, k, v)
-        y = torch.nn.functional.linear(x, qkv())  # computed once per update of the weights
+        y = torch.nn.functional.linear(x, qkv())  # computed once per write to a weight
 
     All writes are detected: in-place ops (also on ``.data`` or in inference mode), optimizers,
     ``load_state_dict``, assignments to ``.data``, collectives, compiled code and NumPy arrays.
