@@ -109,8 +109,7 @@ class NoteValues:
     Before: ``y = tanh(x); return y``
     After: ``y = tanh(x); noted = note(y, 0); return noted``
 
-    Leaves alone: casts that amp_fx inserted, as well as views and writes in place, whose results
-    are other nodes' values as well.
+    Leaves alone: casts that amp_fx inserted, and views, which are parts of other nodes' values.
     """
 
     notes: Notes
@@ -149,7 +148,9 @@ def _is_computed(node: fx.Node) -> bool:
     if not node.op.startswith("call_") or not isinstance(value, torch.Tensor):
         return False
     given = [recorded_value(each) for each in node.all_input_nodes]
-    stored = [storage_id(each) for each in given if isinstance(each, torch.Tensor)]
+    # A pass that adds an op often gives it the recorded value of its input.
+    others = [each for each in given if isinstance(each, torch.Tensor) and each is not value]
+    stored = [storage_id(each) for each in others]
     is_own = value.is_floating_point() and storage_id(value) not in stored
     return is_own and not CAST.is_on(node)
 

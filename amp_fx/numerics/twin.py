@@ -364,8 +364,6 @@ class Twin(Sink):
         self.not_examined: dict[tuple[str, str], str] = {}
         self.output_errors: dict[int, list[OutputError]] = {}
         """Errors by the number of the node of autograd whose gradients they meet."""
-        self.roots: list[float] = []
-        """The values in the reference of which the step calls ``backward``."""
         self.num_healed = 0
         self._modules = modules
 
