@@ -267,6 +267,17 @@ def one_weight_in_each_of_six_layers() -> Any:
 
 
 @sound("gradient_sum_low")
+def an_encoder_of_both_inputs() -> Any:
+    model = net()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            return F.cross_entropy(model(x) * model(x.flip(0)), y)
+
+    return step, batch(), {}
+
+
+@sound("gradient_sum_low")
 def one_weight_in_each_of_six_layers_cast_each_time() -> Any:
     return _recurrent(caches=False)
 
@@ -931,3 +942,14 @@ def a_cast_back_by_hand() -> Any:
 @sound("upcast_lost")
 def a_cast_that_is_used() -> Any:
     return _upcast(is_used=True)
+
+
+@sound("upcast_lost")
+def a_cast_to_the_dtype_of_a_weight() -> Any:
+    model, head = net(), nn.Linear(16, 16)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu"):
+            return F.cross_entropy(head(model(x).to(head.weight.dtype)), y)
+
+    return step, batch(), {}

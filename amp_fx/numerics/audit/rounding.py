@@ -293,7 +293,11 @@ class Upcast:
 
 
 class UpcastRule(Rule):
-    """Finds ``upcast_lost``."""
+    """Finds ``upcast_lost``.
+
+    A cast to the dtype of another tensor does not ask for float32: code for weights of any dtype
+    casts so, and autocast takes it back without a loss.
+    """
 
     def __init__(self, roundings: Roundings) -> None:
         self._roundings = roundings
@@ -318,7 +322,8 @@ class UpcastRule(Rule):
                 upcast.is_used = True
         is_up = event.name == "_to_copy" and result.dtype == torch.float32
         is_up = is_up and is_below_float32(event.tensors[0].dtype) and event.function in CASTS
-        if is_up and self._roundings.of(event.tensors[0]) is not None:
+        is_general = event.function == "type_as" or ".dtype" in event.location.code
+        if is_up and not is_general and self._roundings.of(event.tensors[0]) is not None:
             upcast = Upcast(event.location, event.tensors[0].dtype)
             self._upcasts.append(upcast)
             self._marks.put(result, upcast)

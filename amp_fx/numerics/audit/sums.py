@@ -64,8 +64,11 @@ class GradientRule(Rule):
                 self._see_uses(event, following.variable)
 
     def _see_uses(self, event: Event, variable: torch.Tensor) -> None:
-        """Reports a sum of gradients of several uses that reaches a leaf."""
-        if self._num_terms.has(event.floats[0]):
+        """Reports a sum of gradients of several uses that reaches a leaf.
+
+        The sum of two rounds once, which every op in the low dtype does.
+        """
+        if (self._num_terms.get(event.floats[0]) or 1) > 2:
             self._add(event.floats[0], variable, "uses")
 
     def _see_leaf(self, event: Event, variable: torch.Tensor, *, is_add: bool) -> None:
