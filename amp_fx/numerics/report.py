@@ -91,6 +91,11 @@ def _head(report: AccuracyReport) -> Text:
         text.append(f"loss {report.loss:.6g} ({report.reference_loss:.6g})")
     else:
         text.append(f"error of the outputs {number(report.output_error)}")
+        if report.num_bad_outputs:
+            text.append(
+                f" if no op overflows; {report.num_bad_outputs} of their elements become infinite "
+                "or NaN"
+            )
     return text
 
 
@@ -159,7 +164,7 @@ def _notes(report: AccuracyReport, num_rows: int) -> list[Text]:
             f"error of the gradients {number(report.gradient_error)}; the worst is {worst.name}, "
             f"cosine {worst.cosine:.6f}"
         )
-    if report.dtype == "float16" and report.flushed_gradients:
+    if report.dtype == "float16" and report.flushed_gradients and not report.is_probed:
         lines.append(
             f"{share(report.flushed_gradients)} of the elements of low gradients are flushed to "
             f"zero at scale {report.scale:g}; the largest scale without overflow is "
@@ -199,7 +204,11 @@ class AccuracyReport(Report):
         reference_loss: The loss of the reference program; None if only some modules were examined.
         output_error: The relative error (L2) of the loss, or of all outputs; NaN if only some
             modules were examined.
-        is_probed: True without a loss: the backward began with random signs.
+        num_bad_outputs: The number of elements of the loss or of the outputs that are infinite or
+            NaN in low precision, and finite in the reference. The error is that of a run in which
+            overflows were replaced by the largest number.
+        is_probed: True without a loss and a backward of the step: the examined backward began with
+            random signs.
         is_repeatable: True if two runs in low precision had the same loss; None if that was not
             compared, or if an op overflowed.
         nodes: The ops with low dtypes or errors, in order.
@@ -231,15 +240,22 @@ class AccuracyReport(Report):
     nodes: tuple[OpRecord, ...]
     gradients: tuple[GradientRecord, ...]
     not_examined: tuple[UnexaminedRecord, ...]
+    num_bad_outputs: int = 0
     is_repeatable: bool | None = None
     roots: tuple[tuple[str, str], ...] = ()
     modules: tuple[str, ...] | None = None
 
     @functools.cached_property
     def suspects(self) -> tuple[Suspect, ...]:
-        """The ops that cause harm, the worst first; empty for a sound program."""
+        """The ops that cause harm, the worst first; empty for a sound program.
+
+        The size of gradients that begin with random signs means nothing, so that ops of such a
+        backward are no suspects.
+        """
         if self.reference_problem is not None:
             return ()
+        if self.is_probed:
+            return find_suspects([node for node in self.nodes if node.stage == "forward"])
         room = max(1.0, self.largest_scale / self.scale)
         return find_suspects(self.nodes, room=room, gradient_error=self.gradient_error)
 

@@ -146,7 +146,7 @@ def run_step(
             return outputs, loss_of(outputs, asked.loss)
 
     with program.undisturbed(is_eager=True):
-        plain = _plain_loss(forward(Recorder(guard, paths))[1])  # its graph is freed here
+        plain, bad = _plain_results(*forward(Recorder(guard, paths)))  # its graph is freed here
         guard.check_float32()
         # Where the host need not wait for ops, overflows are found at the end, and then healed.
         for is_batched in (True, False) if device_type not in WAITING else (False,):
@@ -154,7 +154,7 @@ def run_step(
             twin = Twin(asked.modules, is_batched=is_batched)
             effects = Effects(twin)
             Recorder(guard, paths, twin, effects)
-            fields = _shadow_run(twin, effects, forward, paths, asked)
+            fields = _shadow_run(twin, effects, forward, paths, asked, bad)
             if twin.readings.is_sound:
                 break
     if twin.num_healed:
@@ -162,8 +162,19 @@ def run_step(
     return {**fields, "is_repeatable": str(plain) == str(fields["loss"])}  # a NaN equals itself
 
 
-def _plain_loss(loss: torch.Tensor | None) -> float | None:
-    return None if loss is None else float(loss.detach())
+def _plain_results(
+    outputs: Any, loss: torch.Tensor | None
+) -> tuple[float | None, list[torch.Tensor]]:
+    """Returns the loss, and masks of the infinite and NaN elements of the loss or the outputs."""
+    with below_everything():
+        bad = [~tensor.detach().isfinite() for tensor in _compared_outputs(outputs, loss)]
+    return None if loss is None else float(loss.detach()), bad
+
+
+def _compared_outputs(outputs: Any, loss: torch.Tensor | None) -> list[torch.Tensor]:
+    """Returns the loss, or the floating-point outputs of a step without one."""
+    found = leaf_tensors(outputs) if loss is None else [unwrapped(loss.detach())]
+    return [t for t in found if t.is_floating_point() and is_tracked(t)]
 
 
 def loss_of(outputs: Any, given: Callable[[Any], Any] | None) -> torch.Tensor | None:
@@ -187,10 +198,15 @@ Forward = Callable[[Recorder], tuple[Any, torch.Tensor | None]]
 
 
 def _shadow_run(
-    twin: Twin, effects: Effects, forward: Forward, paths: ModulePaths, asked: Asked
+    twin: Twin,
+    effects: Effects,
+    forward: Forward,
+    paths: ModulePaths,
+    asked: Asked,
+    bad: list[torch.Tensor],
 ) -> dict[str, Any]:
     outputs, loss = forward(twin.recorder)
-    floats = [t for t in leaf_tensors(outputs) if t.is_floating_point() and is_tracked(t)]
+    floats = _compared_outputs(outputs, None)
     if loss is None and not floats:
         raise UnsupportedError(
             "the step returns neither a loss nor any floating-point tensor; give loss=, a function "
@@ -212,10 +228,12 @@ def _shadow_run(
                 "reference_loss": reference if asked.modules is None else None,
             }
         compared = [plain]
-    output_error = math.nan  # without a reference of the whole step
+    num_bad, output_error = 0, math.nan  # without a reference of the whole step
     if asked.modules is None:
         with below_everything():
             output_error = _output_error(twin, compared)
+            num_bad = _num_bad(twin, compared, bad)
+    is_probed = loss is None and not effects.roots
     gradients = call_with_paths(paths, _run_backward, twin, effects, loss, floats, asked)
     twin.readings.read()
     missing = twin.not_examined.items()
@@ -223,11 +241,19 @@ def _shadow_run(
         **values,
         "nodes": tuple(twin.seen),
         "output_error": output_error,
+        "num_bad_outputs": num_bad,
         "gradients": tuple(gradients),
         "not_examined": tuple(UnexaminedRecord(*place, why) for place, why in missing),
-        "is_probed": loss is None,
+        "is_probed": is_probed,
         "roots": paths.root_classes() if paths.has_several_roots else (),
     }
+
+
+def _num_bad(twin: Twin, outputs: list[torch.Tensor], bad: list[torch.Tensor]) -> int:
+    """Returns the number of bad elements that are finite in the reference."""
+    pairs = [(twin.shadows.of(t.detach()), mask) for t, mask in zip(outputs, bad, strict=False)]
+    counts = [(mask & s.isfinite()).sum() for s, mask in pairs if s.shape == mask.shape]
+    return sum(map(int, counts))
 
 
 def _output_error(twin: Twin, outputs: list[torch.Tensor]) -> float:

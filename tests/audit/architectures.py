@@ -116,7 +116,12 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], Callable[[], Inputs]]] = {
         {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
         text,
     ),
-    "albert": ("AlbertForMaskedLM", "AlbertConfig", {**TEXT, "embedding_size": 32}, text),
+    "albert": (
+        "AlbertForMaskedLM",
+        "AlbertConfig",
+        {**TEXT, "num_hidden_layers": 3, "embedding_size": 32},
+        text,
+    ),
 }
 
 

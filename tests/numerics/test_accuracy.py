@@ -429,3 +429,37 @@ def test_batch_norm_and_dropout_with_functional_calls() -> None:
     report = amp_fx.accuracy(step)(x, w)
     torch.set_rng_state(state)
     assert report.reference_loss == pytest.approx(float(step(x, w).detach()), rel=2.4e-7)
+
+
+def test_outputs_that_become_infinite_are_counted() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Linear(8, 8), torch.randn(4, 8)
+
+    def step(x: Tensor) -> Tensor:
+        hidden: Tensor = net(x) * 1000
+        return hidden - hidden.square().sqrt()
+
+    with torch.autocast("cpu", torch.float16):
+        low = step(x)
+    report = amp_fx.accuracy(step, dtype="float16")(x)
+    number = int((~low.isfinite()).sum())
+    assert report.num_bad_outputs == number > 0
+    assert f"{number} of their elements become infinite or NaN" in str(report)
+    assert amp_fx.accuracy(step, dtype="bfloat16")(x).num_bad_outputs == 0
+
+
+@pytest.mark.parametrize("calls_backward", [False, True])
+def test_gradients_that_begin_with_signs_are_no_suspects(calls_backward: bool) -> None:
+    torch.manual_seed(0)
+    net, x = nn.Linear(8, 8, bias=False), torch.randn(4, 8) * 1e-4
+
+    def step(x: Tensor) -> Tensor:
+        outputs: Tensor = net(x) * 3e4 * 3  # the gradient of the layer's result overflows
+        if calls_backward:
+            outputs.float().sum().backward()  # type: ignore[no-untyped-call]
+        return outputs.detach() if calls_backward else outputs
+
+    report = amp_fx.accuracy(step, dtype="float16")(x)
+    assert any(node.overflows for node in report.nodes if node.stage == "backward")
+    assert report.is_probed is not calls_backward
+    assert any(suspect.stage == "backward" for suspect in report.suspects) is calls_backward
