@@ -23,6 +23,7 @@ from amp_fx.explanation.running import leaf_tensors
 from amp_fx.graphs.locations import NodeLocation
 from amp_fx.observe.ops import below_everything, facts_of, is_custom, is_wrapped, number_of
 from amp_fx.observe.places import CallNotes, Places, frames_above
+from amp_fx.observe.threads import refusing_threads
 from amp_fx.torch_private.autograd import (
     current_autograd_node,
     latest_sequence_number,
@@ -210,13 +211,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
-        """Context manager that also notes functions of torch, backwards and updates."""
+        """Context manager that also notes functions of torch, backwards and updates.
+
+        Raises:
+            UnsupportedError: A thread that the step starts computes with parameters.
+        """
         handles = [
             register_optimizer_step_pre_hook(lambda each, *_: self._update(each, is_over=False)),
             register_optimizer_step_post_hook(lambda each, *_: self._update(each, is_over=True)),
         ]
         try:
-            with observing_backwards(self.begin_backward), self.notes, self:
+            with refusing_threads(), observing_backwards(self.begin_backward), self.notes, self:
                 yield
         finally:
             for handle in handles:
