@@ -211,6 +211,52 @@ def float32_state_that_the_first_step_creates() -> Any:
     return training(model, LowMomentum(model.parameters(), torch.float32)), batch(), {}
 
 
+def _averaged(dtype: torch.dtype, *, foreach: bool) -> Any:
+    model = net()
+    teacher = copy.deepcopy(model).to(dtype).requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    train = training(model, optimizer)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        train(x, y)
+        old: list[Tensor] = [*teacher.parameters()]
+        new = [p.detach().to(dtype) for p in model.parameters()]
+        if foreach:
+            torch._foreach_lerp_(old, new, 1e-4)  # here
+            return
+        for average, value in zip(old, new, strict=True):
+            average.mul_(0.9999).add_(value, alpha=1e-4)  # here
+
+    return step, batch(), {}
+
+
+@planted("state_low")
+def an_average_of_weights_in_bfloat16() -> Any:
+    return _averaged(BFLOAT16, foreach=False)
+
+
+@planted("state_low")
+def an_average_of_weights_by_foreach() -> Any:
+    return _averaged(BFLOAT16, foreach=True)
+
+
+@sound("state_low")
+def an_average_of_weights_in_float32() -> Any:
+    return _averaged(torch.float32, foreach=False)
+
+
+@sound("state_low")
+def inputs_changed_in_place() -> Any:
+    model = net()
+    train = training(model, torch.optim.AdamW(model.parameters()))
+
+    def step(x: Tensor, y: Tensor) -> None:
+        train(x.add_(torch.randn_like(x)).float(), y)
+
+    x, y = batch()
+    return step, (x.bfloat16(), y), {}
+
+
 @sound("state_low")
 def state_in_float32() -> Any:
     step, inputs, options = plain()

@@ -53,6 +53,24 @@ def test_the_repair_of_low_states_depends_on_the_weights() -> None:
     assert "Create the optimizer for float32 weights" in repairs[1][0]
 
 
+@pytest.mark.parametrize(("eps", "fused"), [(1e-8, False), (1e-4, False), (1e-8, True)])
+def test_an_eps_that_is_zero_in_float16(eps: float, fused: bool) -> None:
+    model = torch.nn.Embedding(8, 4).half()
+    optimizer = torch.optim.Adam(model.parameters(), eps=eps, fused=fused)
+
+    def step(ids: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(ids).float().square().sum().backward()
+        optimizer.step()
+
+    ids = torch.arange(4)
+    report = amp_fx.audit(step)(ids)
+    [finding] = [each for each in report.findings if each.kind == "state_low"]
+    step(ids)
+    becomes_nan = bool(model.weight.isnan().any())
+    assert ("divides by zero" in finding.message) is becomes_nan is (eps == 1e-8 and not fused)
+
+
 def test_each_kind_has_a_planted_fault() -> None:
     kinds = {kind for kind, _ in PLANTED.values()}
     assert kinds == set(REPAIRS) - {"reduction_low"}  # in test_collectives.py

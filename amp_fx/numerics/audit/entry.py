@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.errors import ArgumentTypeError, UnsupportedError
+from amp_fx.explanation.running import leaf_tensors
 from amp_fx.front.settings import unwrap
 from amp_fx.numerics.asked import name_of
 from amp_fx.numerics.audit.choices import ChoiceRule
@@ -16,7 +17,7 @@ from amp_fx.numerics.audit.recording import Auditor
 from amp_fx.numerics.audit.report import AuditReport, merged
 from amp_fx.numerics.audit.rounding import IntegerRule, LossRule, Roundings, UpcastRule
 from amp_fx.numerics.audit.sums import CollectiveRule, GradientRule
-from amp_fx.numerics.audit.updates import ScalerRule, UpdateRule
+from amp_fx.numerics.audit.updates import RunningValueRule, ScalerRule, UpdateRule
 from amp_fx.numerics.audit.use_of_regions import LowWeightRule, RegionRule
 from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
 from amp_fx.numerics.running import loss_of
@@ -118,6 +119,7 @@ class _Audit:
             RegionRule(auditor),
             LowWeightRule(auditor, parameters_of(*self.optimizers) or weights),
             updates,
+            RunningValueRule(auditor, leaf_tensors((program.args, program.kwargs))),
             ScalerRule(auditor, self.scalers),
         ]
         hooks = contextlib.nullcontext() if not counts_saved else _saved_by(auditor)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 REPAIRS = {
     "update_lost": "Store the weights in float32 and train under torch.autocast, or give the "
     "optimizer float32 copies of them.",
-    "state_low": "Use an optimizer, or an option of it, that stores its state in float32, and do "
-    "not cast the state.",
+    "state_low": "Store the state in float32: use an optimizer, or an option of it, that does so, "
+    "and do not cast the state.",
     "gradient_sum_low": "Add gradients in float32: store the weights in float32, and use "
     "torch.autocast(..., cache_enabled=False) if one weight is used several times in a region.",
     "reduction_low": "Add in float32: reduce_dtype=torch.float32 in FSDP2's "

@@ -1,4 +1,4 @@
-"""Findings about the step of an optimizer: lost updates, its state, and the scaler."""
+"""Findings about updates: those that are lost, low states, and the gradient scaler."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.locations import NodeLocation
 from amp_fx.numerics.audit.recording import Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
+from amp_fx.observe.ops import is_tracked
 from amp_fx.observe.state import parameters_of
+from amp_fx.observe.storages import address_of
 from amp_fx.torch_private import pytree
 from amp_fx.weights.spread import part_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from amp_fx.numerics.audit.recording import Auditor
     from amp_fx.numerics.audit.report import Finding
@@ -145,10 +147,65 @@ class UpdateRule(Rule):
             f"The optimizer stores {', '.join(keys)} in {' and '.join(names)}: a change of less "
             f"than {torch.finfo(dtype).eps / 4:.2%} of an element is lost."
         )
+        eps = _flushed_eps(optimizer, owners, keys.values())
+        if eps:
+            message += (
+                f" eps={eps:g} is zero in float16: an update divides by zero where the state is."
+            )
         has_low_weights = any(is_below_float32(owner.dtype) for owner in owners)
         repair = _FLOAT32_WEIGHTS if has_low_weights else ""
         module = self._auditor.recorder.places.path_of(owners[0]).rpartition(".")[0]
         self.found.append(new_finding("state_low", self._site, message, module, repair))
+
+
+def _flushed_eps(
+    optimizer: Any, owners: list[torch.Tensor], dtypes: Iterable[torch.dtype]
+) -> float:
+    """Returns an ``eps`` that is zero in float16; 0 if there is none, or if kernels use float32."""
+    members = {id(owner) for owner in owners}
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        is_used = isinstance(eps, float) and not group.get("fused") and torch.float16 in dtypes
+        if is_used and any(id(p) in members for p in group["params"]):
+            return eps if float(torch.tensor(eps, dtype=torch.float16)) == 0 else 0.0
+    return 0.0
+
+
+class RunningValueRule(Rule):
+    """Finds ``state_low`` outside of optimizers: running values that the program adds to.
+
+    Those are tensors that exist before the step, such as a moving average of weights, and that an
+    op in place adds a tensor to.
+
+    Args:
+        auditor: The auditor.
+        inputs: The inputs of the step, which are new in each step.
+    """
+
+    def __init__(self, auditor: Auditor, inputs: list[torch.Tensor]) -> None:
+        self._auditor = auditor
+        self._inputs = {address_of(tensor) for tensor in inputs if is_tracked(tensor)}
+
+    def after(self, event: Event, before: Any) -> None:
+        """Examines an op in place."""
+        del before
+        name = event.name.removeprefix("_foreach_")
+        if event.stage != "forward" or name not in _ADDITIONS or len(event.floats) < 2:
+            return
+        guard = self._auditor.recorder.guard
+        for tensor in event.written:
+            is_old = not guard.is_allocated(tensor) and address_of(tensor) not in self._inputs
+            if is_below_float32(tensor.dtype) and tensor.numel() > 1 and is_old:
+                path = self._auditor.recorder.places.path_of(tensor, "a tensor")
+                message = (
+                    f"{event.name} changes {path} in place in {dtype_name(tensor.dtype)}: a change "
+                    f"of less than {torch.finfo(tensor.dtype).eps / 4:.2%} of an element is lost."
+                )
+                self.found.append(new_finding("state_low", event.location, message))
+
+
+_ADDITIONS = frozenset(("add", "sub", "lerp", "addcmul", "addcdiv"))
+"""Names of ops that, in place, change a running value."""
 
 
 def _is_tensor(value: Any) -> bool:
