@@ -17,12 +17,13 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from amp_fx.backend.entry import prepare_torch
 from amp_fx.backend.rewrite import rewrite
 from amp_fx.errors import OptionError, UnsupportedError
-from amp_fx.graphs.values import hide_meta_errors, storage_id, to_meta_inputs
+from amp_fx.graphs.values import call_on_fakes, hide_meta_errors, storage_id, to_meta_inputs
 from amp_fx.random_states import preserve_random_states
 from amp_fx.regions.state import autocast_device_types, left_on_error, no_autocast
 from amp_fx.torch_private import pytree
@@ -37,8 +38,6 @@ from amp_fx.weights.write_signals import is_watchable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from torch import fx
 
     from amp_fx.backend.rewrite import Rewritten
     from amp_fx.options import Options
@@ -245,6 +244,15 @@ class Capture:
     outputs: Any
 
 
+class _RunOnFakes(fx.Interpreter):
+    """Runs a graph on fake tensors as the passes do: some kernels read numbers (``one_hot``)."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op not in ("call_function", "call_method"):
+            return super().run_node(n)
+        return call_on_fakes(n, *self.fetch_args_kwargs_from_env(n))
+
+
 def run_stand_in(
     stand_in: StandIn,
     options: Options,
@@ -271,7 +279,7 @@ def run_stand_in(
         def run(*args: Any) -> Any:
             with warnings.catch_warnings(), no_autocast():
                 warnings.simplefilter("ignore")  # Dynamo has already issued them
-                return graphs[index].rewritten.gm(*args)
+                return _RunOnFakes(graphs[index].rewritten.gm).run(*args)
 
         return run
 

@@ -35,7 +35,7 @@ INEXACT = frozenset(_INEXACT.split())
 """Pointwise ops whose generated code differs in a low dtype; all ``special_*`` ops do as well."""
 
 _FLOAT32 = """
-    acos atan cos erfc erfinv exp exp2 expm1 hypot i0 igamma log log10 log1p log2 logaddexp
+    acos atan cos digamma erfc erfinv exp exp2 expm1 hypot i0 igamma log log10 log1p log2 logaddexp
     sigmoid silu softplus sqrt tan tanh tanh_backward
 """
 INEXACT_IN_FLOAT32 = frozenset(_FLOAT32.split())
