@@ -7,7 +7,9 @@ allocate, the guard copies the storage.
 from __future__ import annotations
 
 import contextlib
+import sysconfig
 from collections import OrderedDict, defaultdict
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from amp_fx.dtypes import dtype_name
 from amp_fx.errors import UnsupportedError
 from amp_fx.explanation.running import leaf_tensors
+from amp_fx.graphs.locations import is_library
 from amp_fx.observe.ops import below_everything, inner_tensors, is_wrapped
 from amp_fx.observe.storages import Marks, address_of
 from amp_fx.random_states import random_states
@@ -268,8 +271,29 @@ def guard_of(step: Any, *others: Any) -> StateGuard:
 
 
 def known_to(step: Any) -> list[Any]:
-    """Returns the values of a step's variables, and of lists and objects among these."""
-    return [value for _, value in variables_of(step)]
+    """Returns the values of a step's variables, and of lists and objects among these.
+
+    A function of the user's code among the values, which the step may call, adds its own variables.
+    """
+    found: dict[int, Any] = {}
+    pending = [step]
+    while pending:
+        for _, value in variables_of(pending.pop()):
+            if id(value) not in found:
+                found[id(value)] = value
+                if isinstance(value, (FunctionType, MethodType)) and not _is_installed(value):
+                    pending.append(value)
+    return [*found.values()]
+
+
+def _is_installed(function: Any) -> bool:
+    """Returns True for a function of a library, whose variables are not the user's."""
+    code = getattr(function, "__code__", None)  # a method may be bound to any callable
+    file = "" if code is None else code.co_filename
+    return not file or is_library(file) or file.startswith(_INSTALLED)
+
+
+_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 
 
 def check_has_data(tensor: torch.Tensor) -> None:

@@ -82,3 +82,38 @@ def test_gradients_after_zero_grad_are_compared(has_gradients: bool) -> None:
         return loss
 
     assert {each.name for each in amp_fx.accuracy(step)(x).gradients} == {"weight", "bias"}
+
+
+@pytest.mark.parametrize("tool", [amp_fx.accuracy, amp_fx.audit, amp_fx.record])
+def test_attributes_are_restored_after_calls_of_functions(tool: Callable[..., Any]) -> None:
+    """The step reaches the model, the scaler and the schedule through another function."""
+
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    net, x = Counting(4, 4), torch.randn(3, 4)
+    optimizer = torch.optim.AdamW(net.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = net(x).square().mean()
+        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        return loss
+
+    def state() -> list[Any]:
+        return [net.calls, scaler.state_dict(), schedule.last_epoch, len(optimizer.state)]
+
+    inner(x)
+    before = state()
+    tool(lambda x: inner(x))(x)  # noqa: PLW0108
+    assert state() == before
