@@ -422,10 +422,12 @@ def _lower_packed(
     """Compiles a graph whose packed weights are constants; other values are inputs."""
     tensors = {i: weight.tensor for i, weight in candidates.weights.items()}
     with unset_fake_temporarily():
+        # Note [Values are computed from aliases] in ``weights.store``.
+        unmoved = {i: weight.detach() for i, weight in tensors.items()}
         # The state of the weights is recorded before values are computed: a write in between makes
         # the values stale.
-        started = STORE.start(tuple(tensors.values()))
-        aliases = constants_for(tensors)
+        started = STORE.start(tuple(unmoved.values()))
+        aliases = constants_for(unmoved)
     with packing(detect_fake_mode(graph.example_inputs)), _plain_epilogues(caching.options):
         constants, planned, layout_opt = pack_graph(graph, caching.options, candidates, aliases)
         packed, values = compile_packed(
@@ -519,9 +521,9 @@ def _remove_outputs(gm: fx.GraphModule, start: int, stop: int) -> None:
 
 
 def constants_for(weights: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Returns aliases of weights: their memory, in storages of their own."""
+    """Returns aliases of detached weights: their memory, in storages of their own."""
     with computing_values():
-        return {i: engine().alias(weight.detach()) for i, weight in weights.items()}
+        return {i: engine().alias(weight) for i, weight in weights.items()}
 
 
 def may_pack(options: Options, inputs: Inputs) -> bool:

@@ -50,6 +50,14 @@ MAX_FOREACH_ELEMENTS = 320 * 65536
 # before the passes that fold constants, and ``Store.adopt`` after the compilation.
 
 
+# Note [Values are computed from aliases]
+# ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
+# Another thread may move a weight at any time (``weight.data = other``). If it does so after the
+# slot was bound and before the value is computed, the value is that of ``other``, and it counts as
+# fresh once the weight is back in the memory that the slot is bound to. Nobody else has the aliases
+# (``detach``), so they stay where the slot is bound to, while the value is computed as well.
+
+
 class Store:
     """All values of the process, protected by ``locked``.
 
@@ -155,9 +163,8 @@ class Store:
         # Signals are installed with the first entry: a process that caches nothing has no hooks.
         install()
         _drop_before_swaps()
-        # Another thread may assign new data to a weight, so each weight's memory is looked up once.
-        current = tuple(weight.detach() for weight in weights)
-        entry = CacheEntry(key, engine().CacheSlot(current, spec.is_alias), spec, weights, owner)
+        slot = engine().CacheSlot(_aliases(weights), spec.is_alias)
+        entry = CacheEntry(key, slot, spec, weights, owner)
         on_freed = functools.partial(self._on_weight_freed, weakref.ref(entry))
         # Values go with the first of their weights: without it, they cannot be computed again.
         for weight in weights:
@@ -176,11 +183,8 @@ class Store:
             rebound.update(other for other in self.of_weight(weight) if not other.num_bytes)
         for other in rebound:
             current = other.weights()
-            if current and not other.slot.matches(current):
-                other.slot.bind(tuple(weight.detach() for weight in current))
-                if not _can_refill(other, current):
-                    other.slot.value = None
-                    other.is_cast = other.is_in_foreach_copy = False
+            if current:
+                _bind(other, _aliases(current))
 
     def refresh(self, entries: Sequence[CacheEntry], weights: Sequence[Weights]) -> None:
         """Recomputes stale values.
@@ -194,9 +198,11 @@ class Store:
         if not positions:
             return
         stale = [entries[i] for i in positions]
-        if len(positions) < len(entries):
-            slots = tuple([slots[i] for i in positions])
-            sources = tuple([sources[i] for i in positions])
+        slots = tuple([slots[i] for i in positions])
+        # See Note [Values are computed from aliases].
+        sources = tuple([_aliases(sources[i]) for i in positions])
+        for entry, aliases in zip(stale, sources, strict=True):
+            _bind(entry, aliases)
         olds = engine().reusable(slots)
         pairs = zip(stale, olds, strict=True)
         # Frees stale values whose memory cannot be reused before new ones are computed, so that
@@ -228,13 +234,16 @@ class Store:
     def start(self, weights: Weights) -> Any:
         """Records the state of weights before values are computed outside of the store.
 
+        Args:
+            weights: Aliases of the weights (``detach``; Note [Values are computed from aliases]).
+
         Returns:
             A slot for ``adopt``; None if the weights cannot be watched now.
         """
         with self.locked(waits=False) as is_outermost, computing_values():
             if not is_outermost or not watch_all(weights):
                 return None
-            started = engine().CacheSlot(tuple(weight.detach() for weight in weights), False)
+            started = engine().CacheSlot(weights, False)
             engine().start((started,), (weights,))
             return started
 
@@ -378,6 +387,20 @@ def _evict_code(entries: Iterable[CacheEntry]) -> None:
     """Drops compiled code that was bound to evicted values."""
     for call in {call for entry in entries for call in entry.calls}:
         call.evict()
+
+
+def _aliases(weights: Weights) -> Weights:
+    return tuple([weight.detach() for weight in weights])
+
+
+def _bind(entry: CacheEntry, aliases: Weights) -> None:
+    """Binds an entry to the memory of aliases; a value that does not fit there is dropped."""
+    if entry.slot.matches(aliases):
+        return
+    entry.slot.bind(aliases)
+    if not _can_refill(entry, aliases):
+        entry.slot.value = None
+        entry.is_cast = entry.is_in_foreach_copy = False
 
 
 def _can_refill(entry: CacheEntry, weights: Weights) -> bool:

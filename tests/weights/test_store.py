@@ -182,3 +182,23 @@ def test_the_lock_tells_reentry(own: Store) -> None:
         own.run_when_unlocked(lambda: done.append(True))
         assert not done
     assert done == [True]
+
+
+def test_a_weight_that_moves_before_its_value_is_computed(
+    own: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another thread may move it: no value is taken for that of the memory it came back to."""
+    first, second = weight.detach(), torch.randn(8, 8)
+    moves = [second]
+    recompute = own._recompute
+
+    def moved(*args: Any) -> list[Any]:
+        if moves:
+            weight.data = moves.pop()
+        return recompute(*args)
+
+    monkeypatch.setattr(own, "_recompute", moved)
+    refresh(own, weight)
+    for memory in (first, second):
+        weight.data = memory
+        assert torch.equal(refresh(own, weight).value, memory.bfloat16())
