@@ -124,6 +124,12 @@ def gpt_prefill() -> Iterator[Workload]:
     yield Workload("GPT-2 small, 128 tokens", functools.partial(Model, GPT2_SMALL), (tokens,))
 
 
+def bert() -> Iterator[Workload]:
+    """128 tokens at once of BERT base."""
+    build = _builder(_transformer, "Bert", "ForSequenceClassification", {})
+    yield Workload("BERT base, 128 tokens", build, (torch.randint(1000, (1, 128)),))
+
+
 def encoder() -> Iterator[Workload]:
     """Inference of a small nn.TransformerEncoder."""
     yield Workload(
@@ -196,6 +202,6 @@ def calls() -> Iterator[Workload]:
         yield Workload(name, _builder(_linear, 8, depth), (x,), compares_calls=True)
 
 
-ALL = (mlp, mlp_train, gpt_decode, gpt_prefill, gpt_train, llama_decode, encoder, conv, vit)
+ALL = (mlp, mlp_train, gpt_decode, gpt_prefill, gpt_train, llama_decode, bert, encoder, conv, vit)
 CASES = {f.__name__.replace("_", "-"): f for f in (*ALL, tiny, calls, tiny_sweep)}
 BY_DEFAULT = tuple(name for name, case in CASES.items() if case is not tiny_sweep)
