@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import sys
 from collections import Counter
 from typing import TYPE_CHECKING
@@ -17,6 +18,11 @@ from amp_fx.devices import wide_products
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+def pytest_configure() -> None:
+    """Makes reports as wide as in a pipe: folded lines would hide the words that tests look for."""
+    os.environ.pop("COLUMNS", None)
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by mark
