@@ -1,13 +1,15 @@
 """Training steps with one planted fault each, and their sound twins.
 
 The line that a finding has to name ends with ``# here``. A program is a function that returns the
-step, its inputs and the options of ``amp_fx.audit``.
+step, its inputs and the options of ``amp_fx.audit``. Several programs can be made by one function
+with different arguments.
 """
 # mypy: disable-error-code="no-untyped-call, no-any-return, untyped-decorator"
 
 from __future__ import annotations
 
 import copy
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,24 +28,49 @@ SOUND: dict[str, tuple[str, Program]] = {}
 """Their twins without it."""
 
 
-def planted(kind: str) -> Callable[[Program], Program]:
-    def add(program: Program) -> Program:
-        PLANTED[program.__name__] = kind, program
+def planted(kind: str, name: str = "", /, **given: Any) -> Callable[[Any], Any]:
+    """Registers a program, made with some arguments, as one with a fault."""
+    return functools.partial(_register, PLANTED, kind, name, given)
+
+
+def sound(kind: str, name: str = "", /, **given: Any) -> Callable[[Any], Any]:
+    """Registers a program, made with some arguments, as a sound one."""
+    return functools.partial(_register, SOUND, kind, name, given)
+
+
+def _register(programs: Any, kind: str, name: str, given: dict[str, Any], make: Any) -> Any:
+    programs[name or make.__name__] = kind, functools.partial(make, **given)
+    return make
+
+
+def on_batch(*makers: Callable[[], nn.Module]) -> Callable[[Any], Program]:
+    """Makes a program of a step that takes new modules and a batch."""
+
+    def decorate(compute: Any) -> Program:
+        @functools.wraps(compute)
+        def program() -> Any:
+            modules = [make() for make in makers]
+
+            def step(x: Tensor, y: Tensor) -> Any:
+                return compute(*modules, x, y)
+
+            return step, batch(), {}
+
         return program
 
-    return add
-
-
-def sound(kind: str) -> Callable[[Program], Program]:
-    def add(program: Program) -> Program:
-        SOUND[program.__name__] = kind, program
-        return program
-
-    return add
+    return decorate
 
 
 def net(width: int = 16) -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, width))
+
+
+def linear() -> nn.Module:
+    return nn.Linear(16, 16)
+
+
+def low_net() -> nn.Module:
+    return net().bfloat16()
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -102,71 +129,57 @@ def low_weights_with_a_large_rate() -> Any:
     return training(model, optimizer, BFLOAT16), batch(), {}
 
 
-class Masters(torch.optim.SGD):
+class EachWeight(torch.optim.SGD):
+    """SGD whose subclasses write one weight at a time."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del closure
+        for group in self.param_groups:
+            for weight in group["params"]:
+                update = group["lr"] * weight.grad
+                self.write(weight.detach(), update, self.state[weight])
+
+    def write(self, weight: Tensor, update: Tensor, state: dict[str, Tensor]) -> None:
+        raise NotImplementedError
+
+
+class Masters(EachWeight):
     """SGD on float32 copies that are in its state."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        del closure
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if "copy" not in self.state[weight]:
-                    self.state[weight]["copy"] = weight.detach().float().clone()
-                master = self.state[weight]["copy"]
-                master -= group["lr"] * weight.grad.to(master.dtype)
-                weight.detach().copy_(master)
+    def write(self, weight: Tensor, update: Tensor, state: dict[str, Tensor]) -> None:
+        master = state.setdefault("copy", weight.float().clone())
+        master -= update.to(master.dtype)
+        weight.copy_(master)
 
 
-class Kahan(torch.optim.SGD):
+class Kahan(EachWeight):
     """SGD that adds what a step has lost to the next one."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        del closure
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if "lost" not in self.state[weight]:
-                    self.state[weight]["lost"] = torch.zeros_like(weight)
-                lost = self.state[weight]["lost"]
-                update = lost - group["lr"] * weight.grad
-                before = weight.detach().clone()
-                weight.detach().add_(update)
-                lost.copy_(update - (weight.detach() - before))
+    def write(self, weight: Tensor, update: Tensor, state: dict[str, Tensor]) -> None:
+        lost = state.setdefault("lost", torch.zeros_like(weight))
+        exact, before = lost - update, weight.clone()
+        weight.add_(exact)
+        lost.copy_(exact - (weight - before))
 
 
-class ByChance(torch.optim.SGD):
+class ByChance(EachWeight):
     """SGD that rounds up or down by chance."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        del closure
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.dtype != BFLOAT16:
-                    weight.detach().sub_(weight.grad, alpha=group["lr"])
-                    continue
-                exact = weight.detach().float() - group["lr"] * weight.grad.float()
-                bits = exact.contiguous().view(torch.int32)
-                bits += torch.randint(1 << 16, bits.shape, dtype=torch.int32)
-                weight.detach().copy_((bits & -65536).view(torch.float32))
+    def write(self, weight: Tensor, update: Tensor, state: dict[str, Tensor]) -> None:
+        del state
+        exact = weight.float() - update.float()
+        bits = exact.contiguous().view(torch.int32)
+        bits += torch.randint(1 << 16, bits.shape, dtype=torch.int32)
+        weight.copy_((bits & -65536).view(torch.float32))
 
 
+@sound("update_lost", "float32_copies_in_the_optimizer", kind=Masters)
+@sound("update_lost", "lost_parts_are_added_later", kind=Kahan)
+@sound("update_lost", "rounding_by_chance", kind=ByChance)
 def _with(kind: type[torch.optim.SGD]) -> Any:
-    model = net().bfloat16()
+    model = low_net()
     step = training(model, kind(model.parameters(), lr=1e-3), BFLOAT16)
     return step, batch(), {}
-
-
-@sound("update_lost")
-def float32_copies_in_the_optimizer() -> Any:
-    return _with(Masters)
-
-
-@sound("update_lost")
-def lost_parts_are_added_later() -> Any:
-    return _with(Kahan)
-
-
-@sound("update_lost")
-def rounding_by_chance() -> Any:
-    return _with(ByChance)
 
 
 @planted("state_low")
@@ -181,36 +194,32 @@ def state_cast_to_bfloat16() -> Any:
     return step, batch(), {}
 
 
-class LowMomentum(torch.optim.SGD):
-    """SGD with momentum that its first step creates in bfloat16."""
+class LowMomentum(EachWeight):
+    """SGD with momentum that its first step creates."""
 
-    def __init__(self, params: Any, dtype: torch.dtype = BFLOAT16) -> None:
-        super().__init__(params, lr=0.1)
-        self._dtype = dtype
+    dtype = BFLOAT16
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        del closure
-        for group in self.param_groups:
-            for weight in group["params"]:
-                state = self.state[weight]
-                if "momentum" not in state:
-                    state["momentum"] = torch.zeros_like(weight, dtype=self._dtype)
-                state["momentum"].mul_(0.9).add_(weight.grad)
-                weight.detach().sub_(state["momentum"].to(weight.dtype), alpha=group["lr"])
+    def write(self, weight: Tensor, update: Tensor, state: dict[str, Tensor]) -> None:
+        if "momentum" not in state:
+            state["momentum"] = torch.zeros_like(weight, dtype=self.dtype)
+        state["momentum"].mul_(0.9).add_(update)
+        weight.sub_(state["momentum"].to(weight.dtype))
 
 
-@planted("state_low")
-def state_that_the_first_step_creates() -> Any:
+class Float32Momentum(LowMomentum):
+    dtype = torch.float32
+
+
+@planted("state_low", "state_that_the_first_step_creates", kind=LowMomentum)
+@sound("state_low", "float32_state_that_the_first_step_creates", kind=Float32Momentum)
+def _with_momentum(kind: type[torch.optim.SGD]) -> Any:
     model = net()
-    return training(model, LowMomentum(model.parameters())), batch(), {}
+    return training(model, kind(model.parameters(), lr=0.1)), batch(), {}
 
 
-@sound("state_low")
-def float32_state_that_the_first_step_creates() -> Any:
-    model = net()
-    return training(model, LowMomentum(model.parameters(), torch.float32)), batch(), {}
-
-
+@planted("state_low", "an_average_of_weights_in_bfloat16", dtype=BFLOAT16, foreach=False)
+@planted("state_low", "an_average_of_weights_by_foreach", dtype=BFLOAT16, foreach=True)
+@sound("state_low", "an_average_of_weights_in_float32", dtype=torch.float32, foreach=False)
 def _averaged(dtype: torch.dtype, *, foreach: bool) -> Any:
     model = net()
     teacher = copy.deepcopy(model).to(dtype).requires_grad_(False)
@@ -228,21 +237,6 @@ def _averaged(dtype: torch.dtype, *, foreach: bool) -> Any:
             average.mul_(0.9999).add_(value, alpha=1e-4)  # here
 
     return step, batch(), {}
-
-
-@planted("state_low")
-def an_average_of_weights_in_bfloat16() -> Any:
-    return _averaged(BFLOAT16, foreach=False)
-
-
-@planted("state_low")
-def an_average_of_weights_by_foreach() -> Any:
-    return _averaged(BFLOAT16, foreach=True)
-
-
-@sound("state_low")
-def an_average_of_weights_in_float32() -> Any:
-    return _averaged(torch.float32, foreach=False)
 
 
 @sound("state_low")
@@ -295,6 +289,8 @@ def micro_batches() -> Any:
     return step, batch(), {}
 
 
+@planted("gradient_sum_low", "one_weight_in_each_of_six_layers", caches=True)
+@sound("gradient_sum_low", "one_weight_in_each_of_six_layers_cast_each_time", caches=False)
 def _recurrent(*, caches: bool) -> Any:
     cell = nn.Linear(16, 16)
 
@@ -307,63 +303,45 @@ def _recurrent(*, caches: bool) -> Any:
     return step, (torch.randn(8, 16),), {}
 
 
-@planted("gradient_sum_low")
-def one_weight_in_each_of_six_layers() -> Any:
-    return _recurrent(caches=True)
-
-
 @sound("gradient_sum_low")
-def an_encoder_of_both_inputs() -> Any:
-    model = net()
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu"):
-            return F.cross_entropy(model(x) * model(x.flip(0)), y)
-
-    return step, batch(), {}
-
-
-@sound("gradient_sum_low")
-def one_weight_in_each_of_six_layers_cast_each_time() -> Any:
-    return _recurrent(caches=False)
+@on_batch(net)
+def an_encoder_of_both_inputs(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu"):
+        return F.cross_entropy(model(x) * model(x.flip(0)), y)
 
 
 @planted("loss_low")
-def logits_rounded_before_the_loss() -> Any:
-    model = net()
+@on_batch(net)
+def logits_rounded_before_the_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    logits = model(x)
+    return F.cross_entropy(logits.bfloat16().float(), y)  # here
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
+
+@planted("loss_low")
+@on_batch(net)
+def loss_outside_of_the_region(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu"):
         logits = model(x)
-        return F.cross_entropy(logits.bfloat16().float(), y)  # here
-
-    return step, batch(), {}
+    return F.cross_entropy(logits, y)  # here
 
 
 @planted("loss_low")
-def loss_outside_of_the_region() -> Any:
-    model = net()
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu"):
-            logits = model(x)
-        return F.cross_entropy(logits, y)  # here
-
-    return step, batch(), {}
+@on_batch(net)
+def a_loss_by_hand(model: nn.Module, x: Tensor, _: Tensor) -> None:
+    with torch.autocast("cpu"):
+        predicted = model(x)
+    loss = (predicted - x.bfloat16()).square().mean()  # here
+    loss.backward()
 
 
-@planted("loss_low")
-def a_loss_by_hand() -> Any:
-    model = net()
-
-    def step(x: Tensor) -> None:
-        with torch.autocast("cpu"):
-            predicted = model(x)
-        loss = (predicted - x.bfloat16()).square().mean()  # here
-        loss.backward()
-
-    return step, batch()[:1], {}
-
-
+@planted("loss_low", "a_loss_by_hand_in_the_region", is_cast_before=False)
+@planted(
+    "loss_low",
+    "a_loss_by_hand_in_the_region_and_another_term",
+    is_cast_before=False,
+    is_cast_after=True,
+)
+@sound("loss_low", "a_loss_by_hand_of_float32_values", is_cast_before=True)
 def _loss_by_hand(*, is_cast_before: bool, is_cast_after: bool = False) -> Any:
     model = net()
 
@@ -377,16 +355,15 @@ def _loss_by_hand(*, is_cast_before: bool, is_cast_after: bool = False) -> Any:
     return step, batch(), {}
 
 
-@planted("loss_low")
-def a_loss_by_hand_in_the_region() -> Any:
-    return _loss_by_hand(is_cast_before=False)
-
-
-@planted("loss_low")
-def a_loss_by_hand_in_the_region_and_another_term() -> Any:
-    return _loss_by_hand(is_cast_before=False, is_cast_after=True)
-
-
+@planted("loss_low", "a_logarithm_of_a_loss_by_hand", is_of_loss=True)
+@planted("loss_low", "a_backward_of_a_function", is_of_loss=True, backward=torch.autograd.backward)
+@planted(
+    "loss_low",
+    "a_backward_of_several_losses",
+    is_of_loss=True,
+    backward=lambda loss: torch.autograd.backward([loss * 2, loss]),
+)
+@sound("loss_low", "a_logarithm_inside_of_a_model", is_of_loss=False)
 def _logarithm(*, is_of_loss: bool, backward: Any = Tensor.backward) -> Any:
     model, head = net(), nn.Linear(16, 16)
 
@@ -401,91 +378,44 @@ def _logarithm(*, is_of_loss: bool, backward: Any = Tensor.backward) -> Any:
 
 
 @planted("loss_low")
-def a_logarithm_of_a_loss_by_hand() -> Any:
-    return _logarithm(is_of_loss=True)
+@on_batch(net, lambda: nn.LayerNorm(16))
+def a_norm_of_rounded_values(model: nn.Module, norm: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    hidden = model(x).bfloat16()
+    with torch.autocast("cpu"):
+        hidden = norm(hidden)  # here
+    return F.cross_entropy(hidden.float(), y)
 
 
 @planted("loss_low")
-def a_backward_of_a_function() -> Any:
-    return _logarithm(is_of_loss=True, backward=torch.autograd.backward)
-
-
-@planted("loss_low")
-def a_backward_of_several_losses() -> Any:
-    return _logarithm(
-        is_of_loss=True, backward=lambda loss: torch.autograd.backward([loss * 2, loss])
-    )
+@on_batch(low_net)
+def a_norm_by_hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    hidden = model(x.bfloat16())
+    scale = (hidden.square().mean(-1, keepdim=True) + 1e-6).rsqrt()  # here
+    return F.cross_entropy((hidden * scale).float(), y)
 
 
 @sound("loss_low")
-def a_logarithm_inside_of_a_model() -> Any:
-    return _logarithm(is_of_loss=False)
+@on_batch(net)
+def a_norm_by_hand_in_float32(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu"):
+        hidden = model(x).float()
+    scale = (hidden.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    return F.cross_entropy(F.normalize(hidden * scale), y)
 
 
 @sound("loss_low")
-def a_loss_by_hand_of_float32_values() -> Any:
-    return _loss_by_hand(is_cast_before=True)
-
-
-@planted("loss_low")
-def a_norm_of_rounded_values() -> Any:
-    model, norm = net(), nn.LayerNorm(16)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        hidden = model(x).bfloat16()
-        with torch.autocast("cpu"):
-            hidden = norm(hidden)  # here
-        return F.cross_entropy(hidden.float(), y)
-
-    return step, batch(), {}
-
-
-@planted("loss_low")
-def a_norm_by_hand() -> Any:
-    model = net().bfloat16()
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        hidden = model(x.bfloat16())
-        scale = (hidden.square().mean(-1, keepdim=True) + 1e-6).rsqrt()  # here
-        return F.cross_entropy((hidden * scale).float(), y)
-
-    return step, batch(), {}
+@on_batch(net)
+def loss_inside_of_the_region(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu"):
+        return F.cross_entropy(model(x), y)
 
 
 @sound("loss_low")
-def a_norm_by_hand_in_float32() -> Any:
-    model = net()
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu"):
-            hidden = model(x).float()
-        scale = (hidden.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-        return F.cross_entropy(F.normalize(hidden * scale), y)
-
-    return step, batch(), {}
-
-
-@sound("loss_low")
-def loss_inside_of_the_region() -> Any:
-    model = net()
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu"):
-            return F.cross_entropy(model(x), y)
-
-    return step, batch(), {}
-
-
-@sound("loss_low")
-def a_loss_of_float32_logits() -> Any:
-    model = net()
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu"):
-            logits = model(x)
-        return F.cross_entropy(logits.float() / 2.0, y) + F.mse_loss(logits.float(), x)
-
-    return step, batch(), {}
+@on_batch(net)
+def a_loss_of_float32_logits(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu"):
+        logits = model(x)
+    return F.cross_entropy(logits.float() / 2.0, y) + F.mse_loss(logits.float(), x)
 
 
 class Experts(nn.Module):
@@ -508,6 +438,8 @@ class Experts(nn.Module):
         return out
 
 
+@planted("router_low", "experts_chosen_in_bfloat16", is_exact=False)
+@sound("router_low", "experts_chosen_in_float32", is_exact=True)
 def _mixture(*, is_exact: bool) -> Any:
     model = Experts(is_exact=is_exact)
 
@@ -516,16 +448,6 @@ def _mixture(*, is_exact: bool) -> Any:
             return model(x).float().square().mean()
 
     return step, (torch.randn(32, 16),), {}
-
-
-@planted("router_low")
-def experts_chosen_in_bfloat16() -> Any:
-    return _mixture(is_exact=False)
-
-
-@sound("router_low")
-def experts_chosen_in_float32() -> Any:
-    return _mixture(is_exact=True)
 
 
 @planted("router_low")
@@ -541,41 +463,35 @@ def tokens_kept_by_a_threshold() -> Any:
 
 
 @sound("router_low")
-def choices_that_move_nothing_else() -> Any:
-    model = net()
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu"):
-            logits = model(x)
-            leaky = torch.where(logits > 0.5, logits, 0.1 * logits)
-            pooled = leaky.max(dim=0).values.float().sum()
-            error = (logits - 1).abs()
-            huber = torch.where(error < 1, error.square(), 2 * error - 1).float().mean()
-            loss = F.cross_entropy(leaky, y) + pooled + huber
-        correct = (logits.argmax(-1) == y).float().mean()
-        top = logits.topk(3).indices.eq(y[:, None]).any(-1).float().mean()
-        assert 0 <= correct <= top
-        return loss
-
-    return step, batch(), {}
+@on_batch(net)
+def choices_that_move_nothing_else(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu"):
+        logits = model(x)
+        leaky = torch.where(logits > 0.5, logits, 0.1 * logits)
+        pooled = leaky.max(dim=0).values.float().sum()
+        error = (logits - 1).abs()
+        huber = torch.where(error < 1, error.square(), 2 * error - 1).float().mean()
+        loss = F.cross_entropy(leaky, y) + pooled + huber
+    correct = (logits.argmax(-1) == y).float().mean()
+    top = logits.topk(3).indices.eq(y[:, None]).any(-1).float().mean()
+    assert 0 <= correct <= top
+    return loss
 
 
 @sound("router_low")
-def masks_of_random_numbers_and_constants() -> Any:
-    model = net()
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu"):
-            logits = model(x)
-            logits = logits * (torch.rand_like(logits) < 0.9)
-            kept = (y != 3).to(logits.dtype)
-            logits = torch.where((1 - kept)[:, None] == 1, logits.detach(), logits)
-            logits = logits[model(x).abs().sum(-1) != 0]
-            return F.cross_entropy(logits[kept > 0.5], y[kept > 0.5])
-
-    return step, batch(), {}
+@on_batch(net)
+def masks_of_random_numbers_and_constants(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu"):
+        logits = model(x)
+        logits = logits * (torch.rand_like(logits) < 0.9)
+        kept = (y != 3).to(logits.dtype)
+        logits = torch.where((1 - kept)[:, None] == 1, logits.detach(), logits)
+        logits = logits[model(x).abs().sum(-1) != 0]
+        return F.cross_entropy(logits[kept > 0.5], y[kept > 0.5])
 
 
+@planted("integer_low", "positions_beyond_256", count=1000)
+@sound("integer_low", "positions_up_to_256", count=257)
 def _angles(count: int) -> Any:
     frequencies = nn.Parameter(torch.rand(1, 16))
 
@@ -586,11 +502,6 @@ def _angles(count: int) -> Any:
         return angles.float().cos().mean()
 
     return step, (), {}
-
-
-@planted("integer_low")
-def positions_beyond_256() -> Any:
-    return _angles(1000)
 
 
 @planted("integer_low")
@@ -615,11 +526,8 @@ def ids_that_come_back() -> Any:
     return step, (torch.tensor([2047, 2049, 4003]),), {}
 
 
-@sound("integer_low")
-def positions_up_to_256() -> Any:
-    return _angles(257)
-
-
+@planted("float32_product", "a_product_in_place", writes=True)
+@sound("float32_product", "a_product_out_of_place", writes=False)
 def _large_product(*, writes: bool) -> Any:
     weight, base = nn.Parameter(torch.randn(64, 64)), torch.zeros(64, 64)
 
@@ -636,11 +544,6 @@ def _large_product(*, writes: bool) -> Any:
 
 
 @planted("float32_product")
-def a_product_in_place() -> Any:
-    return _large_product(writes=True)
-
-
-@planted("float32_product")
 def a_product_with_out() -> Any:
     weight, out = nn.Parameter(torch.randn(64, 64)), torch.empty(64, 64)
 
@@ -654,28 +557,30 @@ def a_product_with_out() -> Any:
 
 
 @sound("float32_product")
-def a_product_out_of_place() -> Any:
-    return _large_product(writes=False)
+@on_batch(net, lambda: nn.Linear(16, 64))
+def a_product_in_a_disabled_region(
+    model: nn.Module, head: nn.Module, x: Tensor, _: Tensor
+) -> Tensor:
+    with torch.autocast("cpu"):
+        hidden = model(x)
+        with torch.autocast("cpu", enabled=False):
+            logits = head(hidden.float())
+            distances = torch.cdist(logits, logits)
+        distances = distances + torch.cdist(logits, logits + 1)
+    return distances.mean() + logits.mean()
 
 
-@sound("float32_product")
-def a_product_in_a_disabled_region() -> Any:
-    model, head = net(), nn.Linear(16, 64)
-
-    def step(x: Tensor) -> Tensor:
-        with torch.autocast("cpu"):
-            hidden = model(x)
-            with torch.autocast("cpu", enabled=False):
-                logits = head(hidden.float())
-                distances = torch.cdist(logits, logits)
-            distances = distances + torch.cdist(logits, logits + 1)
-        return distances.mean() + logits.mean()
-
-    return step, batch()[:1], {}
-
-
-def _disabled(*shape: int, is_inside: bool = True) -> Any:
-    model, weight = net(shape[0]), nn.Parameter(torch.randn(shape))
+@planted("float32_product", "a_large_product_in_a_disabled_region", rows=1024, columns=1024)
+@sound("float32_product", "a_router_in_a_disabled_region", rows=1024, columns=64)
+@sound(
+    "float32_product",
+    "a_large_product_without_any_region",
+    rows=1024,
+    columns=1024,
+    is_inside=False,
+)
+def _disabled(*, rows: int, columns: int, is_inside: bool = True) -> Any:
+    model, weight = net(rows), nn.Parameter(torch.randn(rows, columns))
 
     def step(x: Tensor) -> Tensor:
         with torch.autocast("cpu", enabled=is_inside):
@@ -687,21 +592,8 @@ def _disabled(*shape: int, is_inside: bool = True) -> Any:
     return step, batch()[:1], {}
 
 
-@planted("float32_product")
-def a_large_product_in_a_disabled_region() -> Any:
-    return _disabled(1024, 1024)
-
-
-@sound("float32_product")
-def a_router_in_a_disabled_region() -> Any:
-    return _disabled(1024, 64)
-
-
-@sound("float32_product")
-def a_large_product_without_any_region() -> Any:
-    return _disabled(1024, 1024, is_inside=False)
-
-
+@planted("backward_in_region", "backward_in_the_region", is_inside=True)
+@sound("backward_in_region", "backward_after_the_region", is_inside=False)
 def _backward(*, is_inside: bool) -> Any:
     model = net()
 
@@ -732,16 +624,6 @@ def backward_in_the_closure_of_an_optimizer() -> Any:
         optimizer.step(closure)
 
     return step, batch(), {}
-
-
-@planted("backward_in_region")
-def backward_in_the_region() -> Any:
-    return _backward(is_inside=True)
-
-
-@sound("backward_in_region")
-def backward_after_the_region() -> Any:
-    return _backward(is_inside=False)
 
 
 @sound("backward_in_region")
@@ -775,6 +657,12 @@ def checkpoints_and_custom_functions() -> Any:
     return step, batch(), {}
 
 
+@planted("scaler_with_bfloat16", "a_scaler_with_bfloat16", dtype=BFLOAT16, has_scaler=True)
+@planted("scaler_missing", "float16_without_a_scaler", dtype=torch.float16, has_scaler=False)
+@sound("scaler_missing", "float16_with_a_scaler", dtype=torch.float16, has_scaler=True)
+@sound(
+    "scaler_with_bfloat16", "bfloat16_with_a_scaler_that_is_off", dtype=BFLOAT16, has_scaler=False
+)
 def _scaled(dtype: torch.dtype, *, has_scaler: bool) -> Any:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -791,26 +679,6 @@ def _scaled(dtype: torch.dtype, *, has_scaler: bool) -> Any:
     return step, batch(), {}
 
 
-@planted("scaler_with_bfloat16")
-def a_scaler_with_bfloat16() -> Any:
-    return _scaled(BFLOAT16, has_scaler=True)
-
-
-@planted("scaler_missing")
-def float16_without_a_scaler() -> Any:
-    return _scaled(torch.float16, has_scaler=False)
-
-
-@sound("scaler_missing")
-def float16_with_a_scaler() -> Any:
-    return _scaled(torch.float16, has_scaler=True)
-
-
-@sound("scaler_with_bfloat16")
-def bfloat16_with_a_scaler_that_is_off() -> Any:
-    return _scaled(BFLOAT16, has_scaler=False)
-
-
 @sound("scaler_missing")
 def a_teacher_in_float16() -> Any:
     model, teacher = net(), net()
@@ -825,6 +693,10 @@ def a_teacher_in_float16() -> Any:
     return step, batch()[:1], {"optimizer": optimizer}
 
 
+@planted(
+    "scaler_missing", "a_loss_in_float16_without_a_scaler", dtype=torch.float16, has_scaler=False
+)
+@sound("scaler_missing", "a_loss_in_float16_with_a_scaler", dtype=torch.float16, has_scaler=True)
 def _driven(dtype: torch.dtype, *, has_scaler: bool) -> Any:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -837,16 +709,8 @@ def _driven(dtype: torch.dtype, *, has_scaler: bool) -> Any:
     return step, batch(), {"optimizer": optimizer, "scaler": scaler}
 
 
-@planted("scaler_missing")
-def a_loss_in_float16_without_a_scaler() -> Any:
-    return _driven(torch.float16, has_scaler=False)
-
-
-@sound("scaler_missing")
-def a_loss_in_float16_with_a_scaler() -> Any:
-    return _driven(torch.float16, has_scaler=True)
-
-
+@planted("weights_low", "weights_stored_in_bfloat16", dtype=BFLOAT16)
+@sound("weights_low", "weights_stored_in_float32", dtype=torch.float32)
 def _stored(dtype: torch.dtype) -> Any:
     model = net().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e3)
@@ -858,16 +722,6 @@ def _stored(dtype: torch.dtype) -> Any:
         optimizer.step()
 
     return step, batch(), {}
-
-
-@planted("weights_low")
-def weights_stored_in_bfloat16() -> Any:
-    return _stored(BFLOAT16)
-
-
-@sound("weights_low")
-def weights_stored_in_float32() -> Any:
-    return _stored(torch.float32)
 
 
 @sound("weights_low")
@@ -917,46 +771,36 @@ def low_weights_of_an_optimizer_with_copies() -> Any:
 
 
 @planted("region_without_effect")
-def a_region_for_another_device() -> Any:
-    model = net()
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16):  # here
-            return F.cross_entropy(model(x), y)
-
-    return step, batch(), {}
+@on_batch(net)
+def a_region_for_another_device(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cuda", torch.bfloat16):  # here
+        return F.cross_entropy(model(x), y)
 
 
 @planted("region_without_effect")
-def a_region_around_float64() -> Any:
-    model = net().double()
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu"):  # here
-            return F.cross_entropy(model(x.double()), y)
-
-    return step, batch(), {}
+@on_batch(lambda: net().double())
+def a_region_around_float64(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cpu"):  # here
+        return F.cross_entropy(model(x.double()), y)
 
 
 @sound("region_without_effect")
-def regions_that_are_off_or_empty() -> Any:
-    model = net()
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cuda", enabled=False):
-            logits = model(x)
-        with torch.autocast("cpu"):
-            logits = model(x) + logits
-            with torch.autocast("cpu", enabled=False):
-                logits = logits.float() @ torch.ones(16, 16)
-        with torch.autocast("cpu"), torch.autocast("cpu", enabled=False):
+@on_batch(net)
+def regions_that_are_off_or_empty(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    with torch.autocast("cuda", enabled=False):
+        logits = model(x)
+    with torch.autocast("cpu"):
+        logits = model(x) + logits
+        with torch.autocast("cpu", enabled=False):
             logits = logits.float() @ torch.ones(16, 16)
-        with torch.autocast("cpu"):
-            return F.cross_entropy(logits, y)
+    with torch.autocast("cpu"), torch.autocast("cpu", enabled=False):
+        logits = logits.float() @ torch.ones(16, 16)
+    with torch.autocast("cpu"):
+        return F.cross_entropy(logits, y)
 
-    return step, batch(), {}
 
-
+@planted("upcast_lost", "a_cast_that_autocast_takes_back", is_used=False)
+@sound("upcast_lost", "a_cast_that_is_used", is_used=True)
 def _upcast(*, is_used: bool) -> Any:
     model, head = net(), nn.Linear(16, 16)
 
@@ -970,32 +814,16 @@ def _upcast(*, is_used: bool) -> Any:
 
 
 @planted("upcast_lost")
-def a_cast_that_autocast_takes_back() -> Any:
-    return _upcast(is_used=False)
-
-
-@planted("upcast_lost")
-def a_cast_back_by_hand() -> Any:
-    model = net()
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        hidden = model.bfloat16()(x.bfloat16()).float()  # here
-        return F.cross_entropy((hidden[:, None, :].bfloat16() * 2).float().squeeze(1), y)
-
-    return step, batch(), {}
+@on_batch(net)
+def a_cast_back_by_hand(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    hidden = model.bfloat16()(x.bfloat16()).float()  # here
+    return F.cross_entropy((hidden[:, None, :].bfloat16() * 2).float().squeeze(1), y)
 
 
 @sound("upcast_lost")
-def a_cast_that_is_used() -> Any:
-    return _upcast(is_used=True)
-
-
-@sound("upcast_lost")
-def a_cast_to_the_dtype_of_a_weight() -> Any:
-    model, head = net(), nn.Linear(16, 16)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu"):
-            return F.cross_entropy(head(model(x).to(head.weight.dtype)), y)
-
-    return step, batch(), {}
+@on_batch(net, linear)
+def a_cast_to_the_dtype_of_a_weight(
+    model: nn.Module, head: nn.Module, x: Tensor, y: Tensor
+) -> Tensor:
+    with torch.autocast("cpu"):
+        return F.cross_entropy(head(model(x).to(head.weight.dtype)), y)

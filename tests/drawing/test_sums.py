@@ -11,78 +11,39 @@ from torch import nn
 
 import amp_fx
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+pytest.importorskip("transformers")
 
+from tests.audit.architectures import build
+
+if TYPE_CHECKING:
     from amp_fx.drawing.boxes import Box
     from amp_fx.drawing.draw import Drawing
     from amp_fx.explanation.explanation import Explanation
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SMALL = {
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "intermediate_size": 64,
-    "vocab_size": 64,
-    "max_position_embeddings": 64,
-}
-
-
-IMAGE = {"image_size": 64, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
-
-
-def text(name: str, **settings: Any) -> Callable[[], Any]:
-    def make() -> Any:
-        transformers = pytest.importorskip("transformers")
-        config = getattr(transformers, f"{name}Config")(**settings)
-        config.use_cache = False
-        return transformers.AutoModel.from_config(config).eval(), torch.arange(8).view(1, 8)
-
-    return make
-
-
-def image(name: str, **settings: Any) -> Callable[[], Any]:
-    def make() -> Any:
-        return text(name, **settings)()[0], torch.randn(1, 3, 64, 64)
-
-    return make
-
-
-def encoder() -> Any:
-    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), torch.randn(2, 4, 16)
-
-
-MODELS = {
-    "gpt2": text("GPT2", n_layer=12, n_embd=32, n_head=4, vocab_size=64, n_positions=64),
-    "llama": text("Llama", **SMALL, num_key_value_heads=2),
-    "bert": text("Bert", **SMALL),
-    "opt": text("OPT", **SMALL, ffn_dim=64, word_embed_proj_dim=32),
-    "gpt_neox": text("GPTNeoX", **SMALL),
-    "distilbert": text("DistilBert", dim=32, n_layers=3, n_heads=4, hidden_dim=64, vocab_size=64),
-    "resnet": image("ResNet", embedding_size=8, hidden_sizes=[8, 16, 16, 32], depths=[2, 2, 3, 2]),
-    "vit": image("ViT", **IMAGE, num_hidden_layers=4),
-    "convnext": image("ConvNext", hidden_sizes=[8, 16, 16, 32], depths=[2, 2, 3, 2]),
-    "encoder": encoder,
-}
-
-
+NAMES = (
+    *("gpt2", "llama", "bert", "opt", "gpt_neox", "distilbert", "resnet", "vit", "convnext"),
+    "encoder",
+)
 FAST = ("convnext",)
 """Those that `make test` explains; `make slow` explains the others."""
 
 
 @pytest.fixture(
     scope="module",
-    params=[
-        name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MODELS
-    ],
+    params=[name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
 )
 def explained(request: pytest.FixtureRequest) -> Explanation:
-    model, x = MODELS[request.param]()
+    if request.param == "encoder":
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+        model: Any = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        inputs = {"src": torch.randn(2, 4, 16)}
+    else:
+        model, inputs = build(request.param)
+        model.eval()
     options = {"weight_cache": "training"}
-    return amp_fx.explain(model, device_type="cpu", dtype=torch.bfloat16, options=options)(x)
+    return amp_fx.explain(model, device_type="cpu", dtype=torch.bfloat16, options=options)(**inputs)
 
 
 def closed(drawing: Drawing) -> list[Box]:

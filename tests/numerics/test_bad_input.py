@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 import amp_fx
@@ -99,6 +100,39 @@ def is_distributed(net: Net) -> Step:
     return step
 
 
+def has_a_sparse_gradient(net: Net) -> Step:
+    net.bag = nn.EmbeddingBag(50, 8, sparse=True, mode="sum")
+    optimizers = [net.optimizer, torch.optim.SparseAdam([net.bag.weight])]
+    rows = torch.randint(0, 50, (6, 5))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with torch.autocast("cpu"):
+            loss = F.cross_entropy(net(_tensor(net.bag(rows)) + x), y)
+        loss.backward()  # type: ignore[no-untyped-call]
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def penalizes_gradients(net: Net) -> Step:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        value = F.cross_entropy(net(x).float(), y)
+        (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+        return value + gradient.square().sum()
+
+    return step
+
+
+def writes_views_of_a_parametrization(net: Net) -> Step:
+    spectral_norm(net.a)
+    return lambda x, y: F.cross_entropy(net(x), y)
+
+
 STEPS: dict[Callable[[Net], Step], str] = {
     trains_itself: "",
     changes_its_batch: "",
@@ -108,8 +142,13 @@ STEPS: dict[Callable[[Net], Step], str] = {
     nests: "nested",
     saves_memory: "",
     is_distributed: "DTensor",
+    has_a_sparse_gradient: "aten::_embedding_bag_backward",
+    penalizes_gradients: "",
+    writes_views_of_a_parametrization: "",
 }
 """Makers of steps, and what the report lists as not examined."""
+CAPTURED = [*STEPS][:-3]
+"""Steps that Dynamo captures, which a search needs."""
 
 
 @pytest.fixture
@@ -144,8 +183,11 @@ TOOLS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-@pytest.mark.parametrize("tool", TOOLS)
-@pytest.mark.parametrize("make", STEPS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    ("make", "tool"),
+    [(make, tool) for make in STEPS for tool in TOOLS if tool != "search" or make in CAPTURED],
+    ids=lambda given: getattr(given, "__name__", given),
+)
 def test_a_step_is_examined_and_its_state_is_as_before(
     make: Callable[[Net], Step], tool: str
 ) -> None:
@@ -164,20 +206,18 @@ def test_a_step_is_examined_and_its_state_is_as_before(
         assert bool(listed) == bool(STEPS[make])
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 @pytest.mark.parametrize("tool", TOOLS)
-def test_after_an_error_the_state_is_as_before(tool: str, error: type[BaseException]) -> None:
+def test_after_an_interruption_the_state_is_as_before(tool: str) -> None:
     net, args = Net(), batch()
     train = trains_itself(net)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         train(x.mul_(2), y)
-        if error is KeyboardInterrupt:
-            signal.raise_signal(signal.SIGINT)
-        raise error
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it was not interrupted")
 
     before = state_of(net, args)
-    with pytest.raises(error):
+    with pytest.raises(KeyboardInterrupt):
         TOOLS[tool](step)(*args)
     assert state_of(net, args) == before
     assert torch._C._len_torch_dispatch_stack() == 0

@@ -36,37 +36,6 @@ def compared(step: Callable[..., Tensor], *args: Any) -> AccuracyReport:
     return report
 
 
-def trained(momentum: float) -> tuple[Callable[[Tensor, Tensor], Tensor], Any]:
-    torch.manual_seed(0)
-    net = Bare()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, betas=(momentum, 0.9))
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        loss: Tensor = net(x, y)
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        for group in optimizer.param_groups:
-            group["lr"] /= 2
-        return loss.detach()
-
-    return step, optimizer
-
-
-def test_an_optimizer_has_the_state_and_the_options_that_it_had() -> None:
-    step, optimizer = trained(0.9)
-    amp_fx.accuracy(step)(*Bare.inputs())
-    assert not optimizer.state
-    step(*Bare.inputs())
-    before = [
-        {key: value.clone() for key, value in state.items()} for state in optimizer.state.values()
-    ]
-    amp_fx.accuracy(step)(*Bare.inputs())
-    for old, new in zip(before, optimizer.state.values(), strict=True):
-        assert all(torch.equal(old[key], new[key]) for key in new)
-    assert optimizer.param_groups[0]["lr"] == 0.05
-
-
 def test_effects_in_a_step_that_runs_its_own_backward() -> None:
     """Compares effects with those of a separate backward, for any scale of the loss."""
     torch.manual_seed(0)
@@ -102,27 +71,6 @@ def test_gradients_taken_inside_of_a_step() -> None:
     report = amp_fx.accuracy(step)(torch.randn(8, 16))
     assert {g.name for g in report.gradients} >= {"weight", "bias"}
     assert report.predicted_error == pytest.approx(report.error, rel=0.05)
-
-
-def test_a_trainer_that_holds_model_and_optimizer_is_looked_into() -> None:
-    class Trainer:
-        def __init__(self) -> None:
-            self.nets = [nn.Linear(8, 8), nn.Linear(8, 8)]
-            parameters = [p for net in self.nets for p in net.parameters()]
-            self.optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-
-        def step(self, x: Tensor) -> Tensor:
-            loss: Tensor = self.nets[1](self.nets[0](x)).square().mean()
-            loss.backward()  # type: ignore[no-untyped-call]
-            self.optimizer.step()
-            return loss.detach()
-
-    trainer = Trainer()
-    before = [p.detach().clone() for net in trainer.nets for p in net.parameters()]
-    amp_fx.accuracy(trainer.step)(torch.randn(4, 8))
-    after = [p for net in trainer.nets for p in net.parameters()]
-    assert not trainer.optimizer.state
-    assert all(torch.equal(a, b) and b.grad is None for a, b in zip(before, after, strict=True))
 
 
 def test_random_numbers_of_python_and_numpy_are_those_of_the_run_before() -> None:

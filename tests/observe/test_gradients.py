@@ -43,12 +43,14 @@ def test_replaced_gradients_are_restored(
     net, x = nn.Linear(4, 4), torch.randn(3, 4)
     net(x).sum().backward()
     before = [(p.grad, p.detach().clone()) for p in net.parameters()]
+    addresses = [p.data_ptr() for p in net.parameters()]
     numbers = [gradient.clone() for gradient, _ in before if gradient is not None]
 
     def inner(x: torch.Tensor) -> torch.Tensor:
         replace(net)
         loss: torch.Tensor = net(x).square().mean()
         loss.backward()  # type: ignore[no-untyped-call]
+        net.bias.data = net.bias.data.double()
         if is_failing:
             raise ValueError("mine")
         return loss
@@ -64,6 +66,7 @@ def test_replaced_gradients_are_restored(
     for parameter, (gradient, value) in zip(net.parameters(), before, strict=True):
         assert parameter.grad is gradient
         assert torch.equal(parameter, value)
+    assert [p.data_ptr() for p in net.parameters()] == addresses
     after = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
     assert all(map(torch.equal, after, numbers))
 
