@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 WIDTH = 64
 
@@ -273,21 +273,27 @@ class Layer(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """A GPT-like model with something extra in its second layer."""
+    """A GPT-like model with something extra in its second layer, or in several layers."""
 
     place = "h.1.extra"
 
-    def __init__(self, extra: nn.Module | None = None, depth: int = 3) -> None:
+    def __init__(
+        self,
+        extra: nn.Module | None = None,
+        depth: int = 3,
+        extras: Mapping[int, nn.Module | None] | None = None,
+        loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+    ) -> None:
         super().__init__()
         self.embed, self.position = nn.Embedding(50, WIDTH), nn.Embedding(16, WIDTH)
-        self.h = nn.ModuleList(Layer(extra if i == 1 else None) for i in range(depth))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 50)
+        self.h = nn.ModuleList(Layer((extras or {1: extra}).get(i)) for i in range(depth))
+        self.norm, self.head, self.loss = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 50), loss
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
         for layer in self.h:
             x = layer(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+        return self.loss(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
     @staticmethod
     def inputs() -> tuple[Tensor, ...]:
@@ -383,19 +389,7 @@ class Loss(nn.Module):
         return (sums - large.gather(-1, targets[:, None])[:, 0]).mean()
 
 
-class Broken(nn.Module):
-    """A GPT-like model with three faults; none of its repairs helps alone."""
-
-    def __init__(self, depth: int = 3) -> None:
-        super().__init__()
-        self.embed, self.position = nn.Embedding(50, WIDTH), nn.Embedding(16, WIDTH)
-        extras = [Scores(), Rms()]
-        self.h = nn.ModuleList(Layer(extras[i] if i < len(extras) else None) for i in range(depth))
-        self.norm, self.head, self.loss = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 50), Loss()
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position.weight[: tokens.shape[1]]
-        for layer in self.h:
-            x = layer(x)
-        loss: Tensor = self.loss(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
-        return loss
+def broken(places: tuple[int, int] = (0, 1), depth: int = 3) -> TinyGPT:
+    """Returns a GPT-like model with three faults; none of its repairs helps alone."""
+    extras = dict(zip(places, (Scores(), Rms()), strict=True))
+    return TinyGPT(depth=depth, extras=extras, loss=Loss())

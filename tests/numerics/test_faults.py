@@ -80,24 +80,19 @@ def test_models_of_sound_parts_have_no_suspect(kind: str, dtype: str) -> None:
 
 def test_few_tokens_with_another_expert_are_no_fault() -> None:
     """Routes few tokens differently by chance, which moves all tokens after sorting."""
-
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate, self.experts = nn.Linear(32, 4), nn.Parameter(torch.randn(4, 32, 32) / 6)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            probabilities = self.gate(x).float().softmax(-1)
-            expert = probabilities.argmax(-1)
-            order = expert.argsort(stable=True)
-            weights = self.experts[expert[order]]
-            mixed = (x[order][:, None] @ weights)[:, 0]
-            back = torch.zeros_like(x, dtype=mixed.dtype).index_put((order,), mixed)
-            result: torch.Tensor = x + back * probabilities.amax(-1, keepdim=True)
-            return result.square().mean()
-
     torch.manual_seed(0)
-    report = amp_fx.accuracy(Experts())(torch.randn(512, 32))
+    gate, experts = nn.Linear(32, 4), nn.Parameter(torch.randn(4, 32, 32) / 6)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        probabilities = gate(x).float().softmax(-1)
+        expert = probabilities.argmax(-1)
+        order = expert.argsort(stable=True)
+        mixed = (x[order][:, None] @ experts[expert[order]])[:, 0]
+        back = torch.zeros_like(x, dtype=mixed.dtype).index_put((order,), mixed)
+        result: torch.Tensor = x + back * probabilities.amax(-1, keepdim=True)
+        return result.square().mean()
+
+    report = amp_fx.accuracy(step)(torch.randn(512, 32))
     assert 0 < next(n.flips for n in report.nodes if n.flips) < 12
     assert max(n.accumulated for n in report.nodes if n.label == "index") > 0.5
     assert report.suspects == ()
@@ -191,54 +186,41 @@ def test_a_repair_takes_the_suspect_away(name: str) -> None:
 
 
 def test_a_mask_that_becomes_infinite_is_no_fault_until_it_makes_nans() -> None:
-    class Masked(nn.Module):
-        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-            scores = x @ x.mT
-            return (scores + (mask.to(scores.dtype) * -1e9)).softmax(-1).square().mean()
+    def step(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        scores = x @ x.mT
+        return (scores + (mask.to(scores.dtype) * -1e9)).softmax(-1).square().mean()
 
     x = torch.randn(2, 8, 8)
     some = torch.ones(8, 8).triu(1)
-    fine = amp_fx.accuracy(Masked(), dtype="float16")(x, some)
+    fine = amp_fx.accuracy(step, dtype="float16")(x, some)
     assert fine.loss is not None
     assert math.isfinite(fine.loss)
     assert fine.suspects == ()
     rows = some.clone()
     rows[0] = 1
-    broken = amp_fx.accuracy(Masked(), dtype="float16")(x, rows)
+    broken = amp_fx.accuracy(step, dtype="float16")(x, rows)
     assert math.isnan(broken.loss or 0.0)
     assert (broken.suspects[0].kind, broken.suspects[0].op) == ("overflow", "mul")
 
 
 def test_where_the_reference_has_a_nan_already() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = (self.fc(x) - 100).log().mean()
-            return result
-
-    report = amp_fx.accuracy(Net())(torch.randn(4, 8))
+    linear = nn.Linear(8, 8)
+    report = amp_fx.accuracy(lambda x: (linear(x) - 100).log().mean())(torch.randn(4, 8))
     assert report.reference_problem is not None
     assert report.reference_problem.op == "log"
     assert report.suspects == ()
     assert "float32 itself becomes infinite or NaN: first log" in str(report)
 
 
-class NotANumber(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        cubes: torch.Tensor = (300 * self.lin(x)).pow(3)
-        return (cubes - cubes).sum()
-
-
 def test_a_loss_that_is_not_a_number_has_no_error_of_the_gradients() -> None:
     torch.manual_seed(0)
-    report = amp_fx.accuracy(NotANumber(), dtype="float16")(torch.randn(4, 8))
+    linear = nn.Linear(8, 8)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        cubes: torch.Tensor = (300 * linear(x)).pow(3)
+        return (cubes - cubes).sum()
+
+    report = amp_fx.accuracy(step, dtype="float16")(torch.randn(4, 8))
     assert report.loss is not None
     assert math.isnan(report.loss)
     assert "error of the gradients" not in str(report)

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import random
 from collections import Counter
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from torch.nn import functional
 
 import amp_fx
 from amp_fx.backend import compilers
-from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.commands.cli import main
 from amp_fx.devices import wide_products
 from amp_fx.errors import ArgumentTypeError, OptionError
@@ -27,11 +26,9 @@ from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.weights.store import Store
 from tests import needs
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-INDUCTOR = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a C++ compiler")
+INDUCTOR = needs.CPP_COMPILER
 EAGER: dict[str, Any] = {"compiler": "eager"}
+aten = torch.ops.aten
 
 
 def net() -> nn.Module:
@@ -80,7 +77,8 @@ class Planted:
         with graph.inserting_after(node):
             new = graph.call_function(function, (node, *args))
         new.meta = dict(node.meta)
-        set_value(new, value_of(node))
+        value = value_of(node)  # None before casts are inserted
+        set_value(new, None if value is None else function(value, *args))
         node.replace_all_uses_with(new, lambda user: user is not new)
 
     def rounded(self, graph: fx.Graph, node: fx.Node) -> None:
@@ -88,6 +86,9 @@ class Planted:
 
     def shifted(self, graph: fx.Graph, node: fx.Node) -> None:
         self.after(graph, node, torch.add, 2**-6)
+
+    def wide(self, graph: fx.Graph, node: fx.Node) -> None:
+        self.after(graph, node, torch.Tensor.float)
 
     def scaled(self, graph: fx.Graph, node: fx.Node) -> None:
         self.after(graph, node, torch.mul, 1 + 2**-7)
@@ -170,19 +171,6 @@ def test_generated_code_of_an_op_is_named() -> None:
     assert report.remedy == {"numerics": "eager"}
 
 
-def _wrong_in(graph_has: Callable[[fx.Graph], bool], old: Any, new: Any) -> Callable[..., None]:
-    def change(graph: fx.Graph) -> None:
-        if graph_has(graph):
-            for node in graph.find_nodes(op="call_function", target=old):
-                node.target = new
-
-    return change
-
-
-def _is_backward(graph: fx.Graph) -> bool:
-    return not any(graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default))
-
-
 class Squares(nn.Module):
     """Whose generated code has ATen's bits."""
 
@@ -195,31 +183,32 @@ class Squares(nn.Module):
         return y
 
 
-@pytest.mark.slow
 @INDUCTOR
-@pytest.mark.parametrize("numerics", ["eager", "strict"])
-def test_a_wrong_lowering_in_the_forward_is_found(numerics: str) -> None:
-    aten = torch.ops.aten
-    wrong = _wrong_in(lambda g: not _is_backward(g), aten.neg.default, aten.abs.default)
-    options = {"numerics": numerics, "post_grad_custom_post_pass": wrong, "fx_graph_cache": False}
+@pytest.mark.parametrize(
+    ("numerics", "stage"),
+    [
+        pytest.param("eager", "forward", marks=pytest.mark.slow),
+        pytest.param("strict", "forward", marks=pytest.mark.slow),
+        ("strict", "backward"),
+    ],
+)
+def test_a_wrong_lowering_is_found(numerics: str, stage: str) -> None:
+    def change(graph: fx.Graph) -> None:
+        is_backward = not any(graph.find_nodes(op="call_function", target=aten.relu.default))
+        if is_backward == (stage == "backward"):
+            for node in graph.find_nodes(op="call_function", target=aten.neg.default):
+                node.target = aten.abs.default
+
+    options = {"numerics": numerics, "post_grad_custom_post_pass": change, "fx_graph_cache": False}
     torch.manual_seed(0)
     report = amp_fx.verify(Squares(), options=options)(x())
     assert report.first is not None
-    assert (report.first.stage, report.first.op) == ("forward", "neg")
-    assert report.remedy == {"compiler": "aot_eager"}
+    assert (report.first.stage, report.first.op) == (stage, "neg")
     assert "inductor" in report.cause
-
-
-@INDUCTOR
-def test_a_wrong_backward_is_found() -> None:
-    aten = torch.ops.aten
-    wrong = _wrong_in(_is_backward, aten.neg.default, aten.abs.default)
-    options = {"numerics": "strict", "post_grad_custom_post_pass": wrong, "fx_graph_cache": False}
-    torch.manual_seed(0)
-    report = amp_fx.verify(Squares(), options=options)(x())
-    assert all(each.what.startswith("gradient") for each in report.differences)
-    assert report.first is not None
-    assert (report.first.stage, report.first.op) == ("backward", "neg")
+    if stage == "forward":
+        assert report.remedy == {"compiler": "aot_eager"}
+    else:
+        assert all(each.what.startswith("gradient") for each in report.differences)
 
 
 @pytest.mark.slow
@@ -256,20 +245,12 @@ def test_random_numbers_of_inductor_are_found() -> None:
     assert report.remedy == {"numerics": "eager"}
 
 
-def _with_sin(gm: fx.GraphModule) -> None:
-    for node in gm.graph.nodes:
-        if getattr(node.target, "__name__", "") == "tanh":
-            node.target = torch.sin
-        elif node.target is torch.ops.aten.tanh.default:  # in a graph of AOTAutograd
-            node.target = torch.ops.aten.sin.default
-    gm.recompile()
-
-
 def test_what_autograd_does_otherwise_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_it = compilers.compile_with_aot_eager
 
     def wrong(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        _with_sin(gm)
+        Planted("tanh", "other").call(gm)
+        gm.recompile()
         return compile_it(gm, *args, **kwargs)
 
     monkeypatch.setattr(compilers, "compile_with_aot_eager", wrong)
@@ -319,15 +300,19 @@ def test_equal_programs_are_said_to_be_equal(compiler: str) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.net, self.norm, self.drop = net(), nn.BatchNorm1d(8), nn.Dropout(0.5)
+            self.calls = 0
 
         def forward(self, x: torch.Tensor, *, scale: float) -> dict[str, Any]:
-            y = self.net(x)
+            self.calls += 1
+            y = self.net(x) * self.calls
             torch._dynamo.graph_break()
             return {"logits": self.norm(y), "others": [self.drop(y) * scale, y.argmax(-1)]}
 
     options = {"numerics": "eager"} if compiler == "inductor" else EAGER
-    report = amp_fx.verify(Two(), options=options)(x().requires_grad_(), scale=0.5)
+    model = Two()
+    report = amp_fx.verify(model, options=options)(x().requires_grad_(), scale=0.5)
     assert report.is_equal, report
+    assert model.calls == 0
     assert report.num_compared > 15
     assert report.first is None
     assert not report.cause
@@ -381,22 +366,6 @@ def test_what_a_step_knows_by_itself_is_compared_and_put_back() -> None:
     assert all(map(torch.equal, before, leaves))
     assert all(leaf.grad is None for leaf in leaves)
     assert optimizer.param_groups[0] is group
-
-
-def test_attributes_of_modules_are_put_back() -> None:
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lin, self.calls = nn.Linear(16, 16), 0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            y: torch.Tensor = self.lin(x) * self.calls
-            return y
-
-    model = Counting()
-    assert amp_fx.verify(model, options=EAGER)(x()).is_equal
-    assert model.calls == 0
 
 
 @pytest.mark.one_in(3)
@@ -453,23 +422,8 @@ def test_a_loss_can_be_given_and_dtypes_count() -> None:
     report = amp_fx.verify(net(), options=EAGER, loss=lambda y: y.float().square().mean())(x())
     assert report.is_equal
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    report = amp_fx.verify(model, options={**EAGER, "passes": (Wide(),)})(x(2, 4))
+    report = amp_fx.verify(model, options={**EAGER, "passes": (Planted("tanh", "wide"),)})(x(2, 4))
     assert "instead of torch.bfloat16" in str(report)
-
-
-@dataclasses.dataclass(frozen=True)
-class Wide(Planted):
-    """Returns float32."""
-
-    target: str = "tanh"
-    how: str = "wide"
-
-    def wide(self, graph: fx.Graph, node: fx.Node) -> None:
-        with graph.inserting_after(node):
-            new = graph.call_method("float", (node,))
-        new.meta = dict(node.meta)
-        set_value(new, value_of(node).float())
-        node.replace_all_uses_with(new, lambda user: user is not new)
 
 
 def test_what_eager_code_does_not_repeat_is_said() -> None:
