@@ -39,21 +39,3 @@ def test_a_repair_is_searched_for_and_saved(
     assert main(["accuracy", f"{HERE}:broken", *arguments, "--save", str(path)]) == 0
     assert "none can be left out" in capsys.readouterr().out
     assert [(m.text, m.op) for m in Policy.load(path).modules] == [("bad", "matmul")]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--save", "a.toml"], "pass --search as well"),
-        (["--policy", "float8-rowwise"], "pass --search as well"),
-        (["--search", "0.1", "--save", "a.txt"], "end in .toml"),
-        (["--search", "-1"], "not a number of at least 0"),
-    ],
-)
-def test_errors_are_a_line_and_exit_code_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["accuracy", f"{HERE}:broken", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.strip().splitlines()) == 1

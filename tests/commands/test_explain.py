@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from typing import TYPE_CHECKING
 
@@ -114,64 +113,8 @@ def test_inputs() -> None:
         parse_input("8:int63")
 
 
-TORCHS = re.compile(r"[EW]\d{4} [\d:.]+ \d+ torch/")
-"""How a line begins that torch logs, as 2.15 does of shapes that do not fit."""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "pass their shapes, such as --input-shape"),
-        (["--input-shape", "8,17"], "cannot be traced"),
-        (["--input-shape", "8,16", "--device", "gpu"], "cannot autocast; use one of"),
-        (["--input-shape", "8,16", "--draw", "a.jpg"], r".svg, .pdf, .png"),
-        (["--input-shape", "8,16", "--html", "a.svg"], "end in .html"),
-    ],
-)
-def test_errors_are_a_line_and_exit_code_2(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["explain", f"{TARGETS}:mlp", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    own = [line for line in error.strip().splitlines() if not TORCHS.match(line)]
-    assert len(own) == 1
-
-
-def broken() -> torch.nn.Module:
-    return torch.nn.Linear(2, 3, device="nowhere")
-
-
-@pytest.mark.parametrize(
-    "command", [("explain",), ("export", "model.pt2"), ("accuracy",)], ids=lambda c: c[0]
-)
-@pytest.mark.parametrize("option", [(), ("--traceback",)])
-def test_a_factory_that_raises_is_an_error_line(
-    command: tuple[str, ...], option: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
-    target = "tests.commands.test_explain:broken"
-    name, *more = command
-    assert main([name, target, *more, "--input-shape", "1,2", *option]) == 2
-    *trace, line = capsys.readouterr().err.splitlines()
-    assert target in line
-    assert "raised RuntimeError: " in line
-    assert "nowhere" in line
-    assert any("in broken" in each for each in trace) == bool(option)
-    assert bool(trace) == bool(option)
-
-
 def test_env(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env"]) == 0
     lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert lines["torch"].startswith(torch.__version__.split("+")[0])
     assert "autocast to bfloat16" in lines["cpu"]
-
-
-@pytest.mark.parametrize("target", ["../x:y", "..x:y", "./a/b.py:y", "a\nb:y"])
-def test_a_target_that_is_a_path_is_an_error_line(
-    target: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["explain", target, "--input-shape", "2"]) != 0
-    printed = capsys.readouterr().err
-    assert "cannot be imported" in printed
-    assert "Traceback" not in printed

@@ -69,28 +69,3 @@ def test_onnx_for_tensorrt(tmp_path: Path) -> None:
 
 def test_targets_are_those_of_to_onnx() -> None:
     assert set(parsers.TARGETS) == set(TARGETS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([TARGET, "--input-shape", "4,8", "model.txt"], "end in .pt2 or .onnx"),
-        ([TARGET, "--input-shape", "4,8", "--package", "model.onnx"], "end in .pt2"),
-        ([TARGET, "--input-shape", "4,8", "--target", "tensorrt", "m.pt2"], "end in .onnx"),
-        ([TARGET, "--input-shape", "4,8", "nowhere/model.pt2"], "in an existing folder"),
-        ([TARGET, "model.pt2"], "needs inputs: pass their shapes"),
-        (["torch:relu", "--input-shape", "4,8", "model.pt2"], "not a module"),
-        ([TARGET, "--input-shape", "4,8", "--dtype", "int8", "model.pt2"], "not a dtype"),
-    ],
-)
-def test_mistakes(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["export", *arguments]) == 2
-    assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []

@@ -59,12 +59,3 @@ def test_inputs_of_a_wrapped_forward_have_their_names() -> None:
         del WithALongName.forward.__signature__  # type: ignore[attr-defined]
     found = {node.op for node in explanation.nodes if node.kind == "input"}
     assert found == {"hidden", "bias"}
-
-
-def test_explain_says_how_to_give_integers(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "tests.commands.test_front:embedding", "--input-shape", "2,8"]) == 2
-    assert "--input-shape 2,8:int64" in capsys.readouterr().err
-
-
-def embedding() -> nn.Module:
-    return nn.Embedding(10, 4)
