@@ -76,40 +76,86 @@ def on_cpu(op: Any, *args: Any, **kwargs: Any) -> Any:
     return tree_map(torch.Tensor, lambda tensor: tensor.to(DEVICE), op(*args, **kwargs))
 
 
-def no_fault() -> None:
-    """The sound device."""
+Fault = Callable[[], None]
+
+DEVICES: dict[str, dict[Fault, tuple[str, ...]]] = {}
+"""Devices with faults, of which none hides another, or is reported by the same result.
+
+With each fault are the beginnings of the results that report it.
+"""
 
 
-def wrong_entry() -> None:
-    """aten::softmax is in the low dtype."""
-    implement("softmax.int", casting(aten.softmax.int, to_low), AUTOCAST)
+def fault(device: str, *reported: str) -> Callable[[Fault], Fault]:
+    """Registers a function that plants a fault in a device."""
+
+    def register(plant: Fault) -> Fault:
+        DEVICES.setdefault(device, {})[plant] = reported
+        return plant
+
+    return register
 
 
-def missing_entry() -> None:
-    """aten::mm is not in the lists."""
-    implement("mm", torch.library.fallthrough_kernel, AUTOCAST)
+def faulty_kernel(device: str, reported: str, op: str, key: str, kernel: Any) -> None:
+    """Registers a kernel as a fault of a device."""
+    fault(device, reported)(functools.partial(implement, op, kernel, key))
 
 
-def missing_composite_entry() -> None:
-    """aten::linear is not in the lists, but addmm and mm are, which it calls."""
-    implement("linear", torch.library.fallthrough_kernel, AUTOCAST)
+DEVICES["sound"] = {}
+FALLTHROUGH = torch.library.fallthrough_kernel
+
+# The softmax is in the low dtype.
+faulty_kernel(
+    "lists", "aten::softmax.int", "softmax.int", AUTOCAST, casting(aten.softmax.int, to_low)
+)
+# mm is not in the lists.
+faulty_kernel("kernels", "aten::mm (float32)", "mm", AUTOCAST, FALLTHROUGH)
+# linear is not in the lists, but addmm and mm are, which it calls.
+faulty_kernel("lists", "aten::linear", "linear", AUTOCAST, FALLTHROUGH)
+# gelu is in the lists.
+faulty_kernel(
+    "lists", "aten::gelu", "gelu", AUTOCAST, casting(aten.gelu.default, lambda t: t.float())
+)
+# bmm casts float64.
+faulty_kernel(
+    "lists", "aten::bmm (float64)", "bmm", AUTOCAST, casting(aten.bmm.default, to_low_if_float)
+)
+# mm casts integers.
+faulty_kernel(
+    "lists",
+    "aten::mm (int64)",
+    "mm",
+    AUTOCAST,
+    casting(aten.mm.default, lambda t: t if is_float64(t) else to_low(t)),
+)
+# mv is in bfloat16 in regions of float16, too.
+faulty_kernel(
+    "lists",
+    "aten::mv (float32)",
+    "mv",
+    AUTOCAST,
+    casting(aten.mv.default, lambda t: t.bfloat16() if is_eligible(t) else t),
+)
+# mm with out= casts its inputs, so that they do not match the output any more.
+faulty_kernel("lists", "torch.mm with out=", "mm.out", AUTOCAST, casting(aten.mm.out, to_low))
+# binary_cross_entropy runs in regions.
+faulty_kernel("lists", "aten::binary_cross_entropy", "binary_cross_entropy", AUTOCAST, FALLTHROUGH)
+# exp rounds to bfloat16 inside.
+faulty_kernel(
+    "lists", "aten::exp", "exp", KERNEL, lambda x: on_cpu(aten.exp, x).bfloat16().to(x.dtype)
+)
+# The backward of gelu returns zeros.
+faulty_kernel(
+    "backward",
+    "a step of training",
+    "gelu_backward",
+    KERNEL,
+    lambda grad, *_, **__: torch.zeros_like(grad),
+)
+# The scale does not shrink after an overflow.
+faulty_kernel("backward", "GradScaler: inf", "_amp_update_scale_", KERNEL, lambda scale, *_: scale)
 
 
-def additional_entry() -> None:
-    """aten::gelu is in the lists."""
-    implement("gelu", casting(aten.gelu.default, lambda tensor: tensor.float()), AUTOCAST)
-
-
-def cast_of_float64() -> None:
-    """aten::bmm casts float64."""
-    implement("bmm", casting(aten.bmm.default, to_low_if_float), AUTOCAST)
-
-
-def cast_of_integers() -> None:
-    """aten::mm casts integers."""
-    implement("mm", casting(aten.mm.default, lambda t: t if is_float64(t) else to_low(t)), AUTOCAST)
-
-
+@fault("lists", "aten::addcmul")
 def narrow_promotion() -> None:
     """aten::addcmul casts to the low dtype if any of its inputs has it."""
 
@@ -122,13 +168,7 @@ def narrow_promotion() -> None:
     implement("addcmul", kernel, AUTOCAST)
 
 
-def one_dtype_for_all_regions() -> None:
-    """aten::mv is in bfloat16 in regions of float16, too."""
-    implement(
-        "mv", casting(aten.mv.default, lambda t: t.bfloat16() if is_eligible(t) else t), AUTOCAST
-    )
-
-
+@fault("lists", "aten::cumsum (dtype=)")
 def ignored_dtype_argument() -> None:
     """aten::cumsum returns float32 although another dtype is requested."""
 
@@ -139,21 +179,13 @@ def ignored_dtype_argument() -> None:
     implement("cumsum", kernel, AUTOCAST)
 
 
-def cast_of_out() -> None:
-    """aten::mm with out= casts its inputs, so that they do not match the output any more."""
-    implement("mm.out", casting(aten.mm.out, to_low), AUTOCAST)
-
-
-def no_ban() -> None:
-    """binary_cross_entropy runs in regions."""
-    implement("binary_cross_entropy", torch.library.fallthrough_kernel, AUTOCAST)
-
-
+@fault("fallthrough", "aten::relu", "aten::add.Tensor")
 def no_fallthrough() -> None:
     """Ops without a policy have no kernel in regions."""
     vars(autocast_kernels)["has_backend_fallback"] = lambda _: True
 
 
+@fault("state", "aten::mm in nested regions")
 def lost_state() -> None:
     """aten::mm disables autocast, and does not enable it again."""
 
@@ -166,6 +198,7 @@ def lost_state() -> None:
     implement("mm", kernel, AUTOCAST)
 
 
+@fault("kernels", "aten::layer_norm")
 def missing_kernel() -> None:
     """layer_norm has no kernel."""
 
@@ -175,6 +208,7 @@ def missing_kernel() -> None:
     implement("native_layer_norm", kernel, KERNEL)
 
 
+@fault("kernels", "aten::mv")
 def missing_low_kernel() -> None:
     """aten::mv has a kernel for float32 alone."""
 
@@ -184,20 +218,6 @@ def missing_low_kernel() -> None:
         return on_cpu(aten.mv, matrix, vector)  # type: ignore[no-any-return]
 
     implement("mv", kernel, KERNEL)
-
-
-def inexact_kernel() -> None:
-    """aten::exp rounds to bfloat16 inside."""
-
-    def kernel(x: torch.Tensor) -> torch.Tensor:
-        return on_cpu(aten.exp, x).bfloat16().to(x.dtype)  # type: ignore[no-any-return]
-
-    implement("exp", kernel, KERNEL)
-
-
-def wrong_backward() -> None:
-    """The backward of gelu returns zeros."""
-    implement("gelu_backward", lambda grad, *_, **__: torch.zeros_like(grad), KERNEL)
 
 
 def _check_and_unscale(
@@ -212,95 +232,34 @@ def _check_and_unscale(
         grad.mul_(inv_scale)
 
 
-def missed_infinity() -> None:
-    """The check of gradients misses negative infinity."""
-    implement(
+# The check of gradients misses negative infinity, or compares with infinity, which NaN is not.
+for device, reported, is_bad in (
+    ("lists", "GradScaler: -inf", lambda grad: grad.isnan() | grad.isposinf()),
+    ("kernels", "GradScaler: nan", lambda grad: grad.abs() == torch.inf),
+):
+    faulty_kernel(
+        device,
+        reported,
         "_amp_foreach_non_finite_check_and_unscale_",
-        functools.partial(_check_and_unscale, lambda grad: grad.isnan() | grad.isposinf()),
         KERNEL,
+        functools.partial(_check_and_unscale, is_bad),
     )
 
 
-def missed_nan() -> None:
-    """The check of gradients compares with infinity, which NaN does not equal."""
-    implement(
-        "_amp_foreach_non_finite_check_and_unscale_",
-        functools.partial(_check_and_unscale, lambda grad: grad.abs() == torch.inf),
-        KERNEL,
-    )
-
-
-def scale_without_backoff() -> None:
-    """The scale does not shrink after an overflow."""
-    implement("_amp_update_scale_", lambda scale, *_: scale, KERNEL)
-
-
+@fault("lists", "checkpoint(use_reentrant=True)")
 def module_without_random_state() -> None:
     """``torch.my_device`` lacks a function that checkpoints call."""
     del torch.my_device.get_rng_state  # type: ignore[attr-defined]
 
 
-Fault = Callable[[], None]
-
-FAULTS: dict[Fault, tuple[str, ...]] = {
-    no_fault: (),
-    wrong_entry: ("aten::softmax.int",),
-    missing_entry: ("aten::mm (float32)",),
-    missing_composite_entry: ("aten::linear",),
-    additional_entry: ("aten::gelu",),
-    cast_of_float64: ("aten::bmm (float64)",),
-    cast_of_integers: ("aten::mm (int64)",),
-    narrow_promotion: ("aten::addcmul",),
-    one_dtype_for_all_regions: ("aten::mv (float32)",),
-    ignored_dtype_argument: ("aten::cumsum (dtype=)",),
-    cast_of_out: ("torch.mm with out=",),
-    no_ban: ("aten::binary_cross_entropy",),
-    no_fallthrough: ("aten::relu", "aten::add.Tensor"),
-    lost_state: ("aten::mm in nested regions",),
-    missing_kernel: ("aten::layer_norm",),
-    missing_low_kernel: ("aten::mv",),
-    inexact_kernel: ("aten::exp",),
-    wrong_backward: ("a step of training",),
-    missed_infinity: ("GradScaler: -inf",),
-    missed_nan: ("GradScaler: nan",),
-    scale_without_backoff: ("GradScaler: inf",),
-    module_without_random_state: ("checkpoint(use_reentrant=True)",),
-}
-"""Beginnings of results that report each fault."""
-
-DEVICES: dict[str, tuple[Fault, ...]] = {
-    "sound": (no_fault,),
-    "lists": (
-        wrong_entry,
-        missing_composite_entry,
-        additional_entry,
-        cast_of_float64,
-        cast_of_integers,
-        narrow_promotion,
-        one_dtype_for_all_regions,
-        ignored_dtype_argument,
-        cast_of_out,
-        no_ban,
-        inexact_kernel,
-        missed_infinity,
-        module_without_random_state,
-    ),
-    "kernels": (missing_entry, missing_kernel, missing_low_kernel, missed_nan),
-    "fallthrough": (no_fallthrough,),
-    "state": (lost_state,),
-    "backward": (wrong_backward, scale_without_backoff),
-}
-"""Devices with faults of which none hides another, or is reported by the same result."""
-
-
-def find(faults: tuple[Fault, ...]) -> None:
+def find(faults: dict[Fault, tuple[str, ...]]) -> None:
     """Checks a device with faults."""
-    for fault in faults:
-        fault()
+    for plant in faults:
+        plant()
     amp_fx.register_device(DEVICE, dtypes=LOW)
     report = amp_fx.conformance(DEVICE)
     failed = [result.op for result in report.failures]
-    reported = [op for fault in faults for op in FAULTS[fault]]
+    reported = [op for ops in faults.values() for op in ops]
     assert report.passed is (not reported), report
     missing = [op for op in reported if not any(name.startswith(op) for name in failed)]
     assert not missing, report

@@ -33,11 +33,6 @@ def test_it_finds_planted_faults(device: str, planted: dict[str, str]) -> None:
     assert planted.get(device, "ended its process") == ""
 
 
-def test_each_fault_is_planted_once() -> None:
-    planted = [fault for faults in planted_faults.DEVICES.values() for fault in faults]
-    assert sorted(map(repr, planted)) == sorted(map(repr, planted_faults.FAULTS))
-
-
 @needs_device
 @pytest.mark.parametrize("name", conformance_programs.PROGRAMS)
 def test_on_the_device(name: str, programs: dict[str, str]) -> None:
