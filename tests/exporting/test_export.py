@@ -13,6 +13,7 @@ from torch.export import Dim, ExportedProgram
 import amp_fx
 from amp_fx.errors import ArgumentTypeError, OptionError, PolicyError, UnsupportedError
 from amp_fx.exporting.program import weight_bytes
+from tests.composed import Composed
 from tests.exporting.oracle import saved_and_loaded
 from tests.programs import compiled
 
@@ -27,6 +28,10 @@ CAST = torch.ops.aten._to_copy.default
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(1234)
+
+
+def square(**settings: Any) -> nn.Linear:
+    return nn.Linear(8, 8, **settings)
 
 
 def mlp() -> nn.Sequential:
@@ -87,17 +92,9 @@ def test_float32_weights_stay_with_their_casts() -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_tied_weights_are_stored_once(strict: bool) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-            self.b.weight = self.a.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            found: Tensor = self.b(self.a(x))
-            return found
-
-    program = amp_fx.export(Tied(), (torch.randn(2, 8),), dtype="bf16", strict=strict)
+    model = Composed(lambda m, x: m.b(m.a(x)), a=square(bias=False), b=square(bias=False))
+    model.b.weight = model.a.weight
+    program = amp_fx.export(model, (torch.randn(2, 8),), dtype="bf16", strict=strict)
     a, b = program.state_dict["a.weight"], program.state_dict["b.weight"]
     assert a.dtype == torch.bfloat16
     assert a.data_ptr() == b.data_ptr()
@@ -105,17 +102,10 @@ def test_tied_weights_are_stored_once(strict: bool) -> None:
 
 
 def test_a_weight_that_is_read_in_float32_too_stays() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.head = nn.Embedding(32, 8), nn.Linear(8, 32, bias=False)
-            self.head.weight = self.table.weight
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            found: Tensor = self.head(self.table(tokens))
-            return found
-
-    model, tokens = Tied(), torch.randint(32, (2, 4))
+    table, head = nn.Embedding(32, 8), nn.Linear(8, 32, bias=False)
+    model = Composed(lambda m, tokens: m.head(m.table(tokens)), table=table, head=head)
+    head.weight = table.weight
+    tokens = torch.randint(32, (2, 4))
     program = amp_fx.export(model, (tokens,), dtype="bf16")
     assert dtypes(program)["head.weight"] == torch.float32
     assert casts_of_weights(program) == ["head.weight"]
@@ -123,19 +113,14 @@ def test_a_weight_that_is_read_in_float32_too_stays() -> None:
 
 
 def test_views_of_weights_are_views_of_the_low_ones() -> None:
-    class Views(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(24, 8))
-            self.rows = nn.Parameter(torch.randn(8, 16))
-            self.returned = nn.Parameter(torch.randn(8, 8))
+    def views(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = model.weight.chunk(3)
+        strided = x @ model.rows[:, ::2]  # whose cast is laid out otherwise
+        return x @ q.t() + x @ k.t() + x @ v.t() + strided @ model.returned, model.returned
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            q, k, v = self.weight.chunk(3)
-            strided = x @ self.rows[:, ::2]  # whose cast is laid out otherwise
-            return x @ q.t() + x @ k.t() + x @ v.t() + strided @ self.returned, self.returned
-
-    model, x = Views(), torch.randn(3, 8)
+    sizes = {"weight": (24, 8), "rows": (8, 16), "returned": (8, 8)}
+    weights = {name: nn.Parameter(torch.randn(size)) for name, size in sizes.items()}
+    model, x = Composed(views, **weights), torch.randn(3, 8)
     program = amp_fx.export(model, (x,), dtype="bf16", output_dtype="autocast")
     assert dtypes(program) == {
         "weight": torch.bfloat16,
@@ -187,40 +172,27 @@ def test_sizes_that_change(strict: bool) -> None:
 
 
 def test_keyword_arguments() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor, *, scale: Tensor) -> dict[str, Tensor]:
-            return {"y": self.layer(x) * scale}
-
-    model, x, scale = Scaled(), torch.randn(2, 8), torch.randn(8)
+    model = Composed(lambda m, x, *, scale: {"y": m.layer(x) * scale}, layer=square())
+    x, scale = torch.randn(2, 8), torch.randn(8)
     program = amp_fx.export(model, (x,), {"scale": scale}, dtype="bf16")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = model(x, scale=scale)
     same_bits(program.module()(x, scale=scale), expected)
 
 
-class Regions(nn.Module):
-    """Model with regions: another dtype, a disabled one, and both inside ``no_grad``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x = self.a(x)
-        with torch.no_grad(), torch.autocast("cpu", torch.float16):
-            y = self.b(x)
-        with torch.autocast("cpu", enabled=False):
-            z = self.c(x.float())
-        return x, y, z
+def regions(model: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Regions of another dtype and without autocast, the former inside ``no_grad``."""
+    x = model.a(x)
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        y = model.b(x)
+    with torch.autocast("cpu", enabled=False):
+        z = model.c(x.float())
+    return x, y, z
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_regions_of_the_model_hold(strict: bool) -> None:
-    model, x = Regions(), torch.randn(3, 8)
+    model, x = Composed(regions, a=square(), b=square(), c=square()), torch.randn(3, 8)
     program = amp_fx.export(model, (x,), dtype="bf16", output_dtype="autocast", strict=strict)
     first = int(strict)  # strict capture takes the first output for the same as its ``float()``
     same_bits(program.module()(x)[first:], eager(model, x)[first:])
@@ -309,19 +281,14 @@ def test_an_exported_program_is_rewritten(is_decomposed: bool, is_ambient: bool)
 
 
 def test_written_buffers_keep_their_dtype() -> None:
-    class Adds(nn.Module):
-        state: Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("state", torch.zeros(8, 8))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.state.addmm_(x.mT, x)
-            return x @ self.state
+    def adds(model: Any, x: Tensor) -> Any:
+        model.state.addmm_(x.mT, x)
+        return x @ model.state
 
     x = torch.randn(3, 8)
-    given = torch.export.export(Adds(), (x,)).run_decompositions()
+    given = torch.export.export(
+        Composed(adds, state=nn.Buffer(torch.zeros(8, 8))), (x,)
+    ).run_decompositions()
     with torch.autocast("cpu", torch.bfloat16):
         program = amp_fx.export(given)
     state, y = program.graph.output_node().args[0]
@@ -330,37 +297,23 @@ def test_written_buffers_keep_their_dtype() -> None:
 
 
 def test_a_program_that_has_casts_of_weights_is_stored_low() -> None:
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp()
+    def around(model: Any, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model.inner(x)
 
-        def forward(self, x: Tensor) -> Any:
-            with torch.autocast("cpu", torch.bfloat16):
-                return self.inner(x)
-
-    model, x = Around(), torch.randn(3, 16)
+    model, x = Composed(around, inner=mlp()), torch.randn(3, 16)
     native = torch.export.export(model, (x,)).run_decompositions()
     program = amp_fx.export(native, output_dtype="autocast")
     assert dtypes(program)["inner.0.weight"] == torch.bfloat16
     same_bits(program.module()(x), native.module()(x))
 
 
-class Branches(nn.Module):
-    """A branch on data, whose weights are read inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.cond(x.sum() > 0, lambda v: self.a(v) + self.c(v), self.b, (x,))
-        found: Tensor = self.c(y)
-        return found
+def branches(model: Any, x: Tensor) -> Any:
+    return model.c(torch.cond(x.sum() > 0, lambda v: model.a(v) + model.c(v), model.b, (x,)))
 
 
 def test_weights_of_branches_are_stored_low() -> None:
-    model = Branches()
+    model = Composed(branches, a=square(), b=square(), c=square())
     program = amp_fx.export(model, (torch.ones(2, 8),), dtype="bf16")
     assert set(dtypes(program).values()) == {torch.bfloat16}
     [cond] = program.graph.find_nodes(op="call_function", target=torch.ops.higher_order.cond)
@@ -391,22 +344,15 @@ def bump(x: Tensor, y: Tensor) -> None:
 def test_custom_ops_run_as_in_eager_autocast(is_decomposed: bool) -> None:
     """A program that was captured elsewhere gets the mixed inputs of custom ops in float32."""
 
-    class Custom(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-            self.gets_float32 = False
-            self.weight = nn.Parameter(torch.randn(8))
-            self.register_buffer("total", torch.zeros(8))
+    def custom(model: Any, x: Tensor) -> Any:
+        y = model.layer(x)
+        y = scale(y.float() if model.gets_float32 else y, model.weight)
+        bump(model.total, y)
+        return model.layer(y) + model.total
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.layer(x)
-            y = scale(y.float() if self.gets_float32 else y, self.weight)
-            bump(self.total, y)
-            found: Tensor = self.layer(y) + self.total
-            return found
-
-    model, x = Custom(), torch.randn(3, 8)
+    weight, total = nn.Parameter(torch.randn(8)), nn.Buffer(torch.zeros(8))
+    model = Composed(custom, layer=square(), weight=weight, total=total, gets_float32=False)
+    x = torch.randn(3, 8)
     given: Any = copy.deepcopy(model)
     program = amp_fx.export(given, (x,), dtype="bf16")
     if is_decomposed:
@@ -421,7 +367,7 @@ def test_a_transform_is_refused_with_its_name_and_the_way_around_it() -> None:
     class Mapped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(8, 8)
+            self.layer = square()
 
         def forward(self, x: Tensor) -> Any:
             return torch.vmap(self.layer)(x)
@@ -439,20 +385,12 @@ def test_a_transform_is_refused_with_its_name_and_the_way_around_it() -> None:
 def test_an_opaque_node_is_rejected_with_its_name() -> None:
     from torch._higher_order_ops.while_loop import while_loop
 
-    class Loop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Any:
-            return while_loop(  # type: ignore[no-untyped-call]
-                lambda i, _: i < 3,
-                lambda i, v: (i + 1, self.layer(v).float()),
-                (torch.zeros(()), x),
-            )
+    def loop(model: Any, x: Tensor) -> Any:
+        body = lambda i, v: (i + 1, model.layer(v).float())  # noqa: E731
+        return while_loop(lambda i, _: i < 3, body, (torch.zeros(()), x))  # type: ignore[no-untyped-call]
 
     with pytest.raises(UnsupportedError, match=r"%while_loop.*higher-order op.*enabled=False"):
-        amp_fx.export(Loop(), (torch.randn(3, 8),))
+        amp_fx.export(Composed(loop, layer=square()), (torch.randn(3, 8),))
 
 
 @pytest.mark.parametrize(
@@ -479,18 +417,12 @@ def test_wrong_arguments(call: Callable[..., Any], message: str) -> None:
 
 
 def test_sizes_of_interpolation_that_are_dynamic() -> None:
-    class Resize(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3)
+    def resize(model: Any, x: Tensor) -> Any:
+        size = (x.shape[2] * 2, x.shape[3] * 2)
+        return model.conv(nn.functional.interpolate(x, size, mode="bilinear"))
 
-        def forward(self, x: Tensor) -> Tensor:
-            size = (x.shape[2] * 2, x.shape[3] * 2)
-            result: Tensor = self.conv(nn.functional.interpolate(x, size, mode="bilinear"))
-            return result
-
-    model = Resize().eval()
+    model = Composed(resize, conv=nn.Conv2d(3, 4, 3)).eval()
     sizes = {2: Dim.DYNAMIC, 3: Dim.DYNAMIC}
-    program = amp_fx.export(model, (torch.randn(1, 3, 8, 9),), dynamic_shapes={"x": sizes})
+    program = amp_fx.export(model, (torch.randn(1, 3, 8, 9),), dynamic_shapes={"args": (sizes,)})
     x = torch.randn(1, 3, 6, 7)
     assert torch.equal(program.module()(x), eager(model, x).float())

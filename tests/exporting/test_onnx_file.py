@@ -25,6 +25,7 @@ onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+from tests.composed import Composed  # noqa: E402
 from tests.exporting import onnx_nodes  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
@@ -52,6 +53,16 @@ def written(program: ExportedProgram, folder: Path, target: str = "tensorrt") ->
     model = onnx.load(path)
     onnx.checker.check_model(model, full_check=True)
     return model
+
+
+def assert_same_numbers(
+    program: ExportedProgram, x: Tensor, folder: Path, target: str = "tensorrt", atol: float = 0
+) -> Any:
+    """Fails unless a program's file has its numbers; returns the file."""
+    file = written(program, folder, target)
+    [found] = onnx_nodes.run(file, x)
+    torch.testing.assert_close(found, program.module()(x), rtol=atol and 1e-6, atol=atol)
+    return file
 
 
 def ops(model: Any) -> collections.Counter[str]:
@@ -102,12 +113,11 @@ def test_bits_of_the_program(
     make, shape = MODELS[name]
     model, x = with_statistics(make()), torch.randn(shape)
     program = amp_fx.export(model, (x,), device_type=device_type, dtype=dtype)
-    [found] = onnx_nodes.run(written(program, tmp_path, target), x)
-    torch.testing.assert_close(found, program.module()(x), rtol=0, atol=0)
+    assert_same_numbers(program, x, tmp_path, target)
     if device_type == "cpu":
         with torch.no_grad(), torch.autocast("cpu", dtype):
             expected = model(x).float()
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        torch.testing.assert_close(program.module()(x), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -142,15 +152,42 @@ def test_batch_norms_need_no_casts(dtype: torch.dtype, tmp_path: Path) -> None:
     }
 
 
-class Wider(nn.Module):
-    """Ops that compute in float32 of a low input."""
+def wider(op: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Returns an op that computes in float32 of a low input."""
+    return Composed(lambda m, x: op(m.layer(x) * 8), layer=nn.Linear(8, 64))
 
-    def __init__(self, op: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.op = nn.Linear(8, 64), op
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.op(self.layer(x) * 8)
+def rotary(model: Any, x: Tensor) -> Any:
+    """Attention with rotated queries and a float32 residual stream."""
+    q = model.query(model.norm(x))
+    rotated = torch.cat([-q[..., 4:], q[..., :4]], -1)
+    q = q * model.angles.cos() + rotated * model.angles.sin()
+    return x + torch.softmax(q @ q.mT, -1) @ q
+
+
+def images(model: Any, x: Tensor) -> Any:
+    """Images as sequences, and resized images."""
+    y = model.out(nn.functional.interpolate(model.conv(x), scale_factor=2.0))
+    sequence = model.norm(y.flatten(2).mT)
+    resized = model.out(sequence.mT.reshape(y.shape))
+    return model.linear(sequence) + resized.flatten(2).mT
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize(("name", "num_casts"), [("rotary", 6), ("images", 4)])
+def test_no_cast_is_superfluous(
+    name: str, num_casts: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Computing any op in the other dtype of a cast would save none, or change its bits."""
+    if name == "rotary":
+        members: Any = {"query": nn.Linear(8, 8), "angles": nn.Parameter(torch.randn(4, 8))}
+        model, x = Composed(rotary, norm=nn.LayerNorm(8), **members), torch.randn(2, 4, 8)
+    else:
+        members = {"conv": nn.Conv2d(3, 8, 3, padding=1), "out": nn.Conv2d(8, 8, 1)}
+        model = Composed(images, norm=nn.LayerNorm(8), linear=nn.Linear(8, 8), **members)
+        x = torch.randn(2, 3, 4, 4)
+    program = amp_fx.export(model.eval(), (x,), device_type="cuda", dtype=dtype)
+    assert ops(written(program, tmp_path))["Cast"] == num_casts
 
 
 WIDER: dict[str, Callable[[Tensor], Tensor]] = {
@@ -172,7 +209,7 @@ WIDER: dict[str, Callable[[Tensor], Tensor]] = {
 def test_a_wider_dtype_is_a_cast_before_the_op(
     name: str, dtype: torch.dtype, target: str, tmp_path: Path
 ) -> None:
-    model, x = Wider(WIDER[name]), torch.randn(4, 8)
+    model, x = wider(WIDER[name]), torch.randn(4, 8)
     program = amp_fx.export(model, (x,), dtype=dtype, output_dtype="autocast")
     [found] = onnx_nodes.run(written(program, tmp_path, target), x)
     with torch.no_grad(), torch.autocast("cpu", dtype):
@@ -182,29 +219,20 @@ def test_a_wider_dtype_is_a_cast_before_the_op(
 
 @pytest.mark.parametrize("dtype", LOW)
 def test_ops_that_have_no_bfloat16_in_onnx(dtype: torch.dtype, tmp_path: Path) -> None:
-    model, x = Wider(lambda y: torch.topk(y, 3)[0] + torch.sort(y)[0][..., :3]), torch.randn(4, 8)
-    program = amp_fx.export(model, (x,), dtype=dtype)
-    [found] = onnx_nodes.run(written(program, tmp_path), x)
-    torch.testing.assert_close(found, program.module()(x), rtol=0, atol=0)
+    model, x = wider(lambda y: torch.topk(y, 3)[0] + torch.sort(y)[0][..., :3]), torch.randn(4, 8)
+    assert_same_numbers(amp_fx.export(model, (x,), dtype=dtype), x, tmp_path)
 
 
 @pytest.mark.parametrize("op", [torch.cat, torch.stack])
 @pytest.mark.parametrize("device_type", DEVICES)
 def test_lists_of_different_dtypes(device_type: str, op: Any, tmp_path: Path) -> None:
-    class Joined(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+    def joined(model: Any, x: Tensor) -> Any:
+        y = model.layer(x)
+        return op([y, model.norm(y), x])
 
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.layer(x)
-            result: Tensor = op([y, self.norm(y), x])
-            return result
-
-    model, x = Joined().eval(), torch.randn(2, 8)
+    model, x = Composed(joined, layer=nn.Linear(8, 8), norm=nn.LayerNorm(8)), torch.randn(2, 8)
     program = amp_fx.export(model, (x,), device_type=device_type, dtype=torch.float16)
-    [found] = onnx_nodes.run(written(program, tmp_path), x)
-    torch.testing.assert_close(found, program.module()(x), rtol=1e-6, atol=1e-6)
+    assert_same_numbers(program, x, tmp_path, atol=1e-6)
 
 
 @pytest.mark.parametrize("device_type", DEVICES)
@@ -214,10 +242,8 @@ def test_a_policy_with_float32_results(device_type: str, tmp_path: Path) -> None
     program = amp_fx.export(
         model, (x,), device_type=device_type, dtype=torch.float16, policy=policy
     )
-    file = written(program, tmp_path)
+    file = assert_same_numbers(program, x, tmp_path, atol=1e-7)
     assert ops(file)["MatMul"] == 1
-    [found] = onnx_nodes.run(file, x)
-    torch.testing.assert_close(found, program.module()(x), rtol=0, atol=1e-7)
     weight = model[0].get_parameter("weight").half().float()
     product = x.half().float() @ weight.mT
     values, _ = onnx_nodes.values(file, x)
@@ -229,33 +255,12 @@ def test_a_policy_with_float32_results(device_type: str, tmp_path: Path) -> None
 
 def test_an_overflow_is_seen(tmp_path: Path) -> None:
     """Onnxruntime computes float16 in float32 on the CPU, and sees no overflow."""
-
-    class Overflows(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.layer(x) * 60000.0
-            result: Tensor = (y * 60000.0) * 1e-9
-            return result
-
-    model, x = Overflows(), torch.randn(2, 8)
+    model = Composed(lambda m, x: m.layer(x) * 6e4 * 6e4 * 1e-9, layer=nn.Linear(8, 8))
+    x = torch.randn(2, 8)
     program = amp_fx.export(model, (x,), dtype=torch.float16)
     [found] = onnx_nodes.run(written(program, tmp_path), x)
     assert not program.module()(x).isfinite().any()
     assert not found.isfinite().any()
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind: str, **settings: Any) -> None:
-        super().__init__()
-        self.network = getattr(nn, kind)(8, 16, **settings)
-        self.layer = nn.Linear(32 if settings.get("bidirectional") else 16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(self.network(x)[0])
-        return y
 
 
 @pytest.mark.one_in(3)
@@ -269,7 +274,10 @@ class Recurrent(nn.Module):
 def test_recurrent_networks_are_one_op_per_layer(
     kind: str, device_type: str, dtype: torch.dtype, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    model, x = Recurrent(kind, **settings).eval(), torch.randn(5, 3, 8)
+    network = getattr(nn, kind)(8, 16, **settings)
+    layer = nn.Linear(32 if "bidirectional" in settings else 16, 4)
+    model = Composed(lambda m, x: m.layer(m.network(x)[0]), network=network, layer=layer).eval()
+    x = torch.randn(5, 3, 8)
     program = amp_fx.export(model, (x,), device_type=device_type, dtype=dtype)
     file = written(program, tmp_path)
     assert ops(file)[kind] == settings.get("num_layers", 1)
@@ -283,20 +291,15 @@ def test_recurrent_networks_are_one_op_per_layer(
 def test_weights_that_require_gradients(tmp_path: Path) -> None:
     """torch.onnx traces with gradients on, where attention with such a mask has other strides."""
 
-    class Biased(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(8, 2)  # read in float32, as that of T5
+    def biased(model: Any, x: Tensor) -> Tensor:
+        heads = x.view(*x.shape[:2], 2, 4).transpose(1, 2)
+        distance = torch.arange(8)[:, None] - torch.arange(8)
+        bias = model.table(distance.abs()).permute(2, 0, 1).unsqueeze(0)
+        y = nn.functional.scaled_dot_product_attention(heads, heads, heads, bias)
+        return y.transpose(1, 2).reshape(*x.shape)
 
-        def forward(self, x: Tensor) -> Tensor:
-            heads = x.view(*x.shape[:2], 2, 4).transpose(1, 2)
-            distance = torch.arange(8)[:, None] - torch.arange(8)
-            bias = self.table(distance.abs()).permute(2, 0, 1).unsqueeze(0)
-            y = nn.functional.scaled_dot_product_attention(heads, heads, heads, bias)
-            result: Tensor = y.transpose(1, 2).reshape(*x.shape)
-            return result
-
-    model, x = Biased().eval(), torch.randn(2, 8, 8)
+    model = Composed(biased, table=nn.Embedding(8, 2)).eval()  # read in float32, as that of T5
+    x = torch.randn(2, 8, 8)
     program = amp_fx.export(model, (x,), dtype=torch.float16)
     form = amp_fx.for_onnx(program)
     values = [node.meta["val"] for node in form.graph.find_nodes(op="placeholder")]
@@ -335,18 +338,12 @@ def test_names_and_reasons(tmp_path: Path) -> None:
     assert metadata["amp_fx.region"] == "cuda float16, policy 'torch'"
 
 
-def test_one_output_has_a_plain_name(tmp_path: Path) -> None:
-    program = amp_fx.export(mlp(), (torch.randn(4, 64),), dtype=torch.float16)
-    assert [value.name for value in written(program, tmp_path).graph.output] == ["output"]
-
-
 def test_a_program_from_a_file_has_no_reasons(tmp_path: Path) -> None:
     program = amp_fx.export(mlp(), (x := torch.randn(4, 64),), dtype=torch.float16)
     torch.export.save(program, tmp_path / "model.pt2")
-    file = written(torch.export.load(tmp_path / "model.pt2"), tmp_path)
+    file = assert_same_numbers(torch.export.load(tmp_path / "model.pt2"), x, tmp_path)
     assert not any(p.key == REASON for node in file.graph.node for p in node.metadata_props)
-    [found] = onnx_nodes.run(file, x)
-    torch.testing.assert_close(found, program.module()(x), rtol=0, atol=0)
+    assert [value.name for value in file.graph.output] == ["output"]  # the only one
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
@@ -389,19 +386,14 @@ def test_folded_batch_norms(dtype: torch.dtype, has_bias: bool, tmp_path: Path) 
 
 
 def test_batch_norms_that_cannot_be_folded(tmp_path: Path) -> None:
-    class Kept(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
-            self.large, self.wide = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
-            self.back, self.last = nn.ConvTranspose2d(3, 3, 1), nn.BatchNorm2d(3)
+    def kept(model: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = model.conv(x)
+        return model.last(model.back(model.norm(y) + y)), model.wide(model.large(x))
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            y = self.conv(x)
-            return self.last(self.back(self.norm(y) + y)), self.wide(self.large(x))
-
-    model, x = Kept().eval(), torch.randn(2, 3, 4, 4)
-    assert model.wide.running_var is not None
+    convolutions = {name: nn.Conv2d(3, 3, 1) for name in ("conv", "large")}
+    norms = {name: nn.BatchNorm2d(3) for name in ("norm", "wide", "last")}
+    model: Any = Composed(kept, **convolutions, **norms, back=nn.ConvTranspose2d(3, 3, 1)).eval()
+    x = torch.randn(2, 3, 4, 4)
     model.wide.running_var.fill_(1e-12)
     model.wide.eps = 1e-12
     programs = [
@@ -421,10 +413,8 @@ def test_presets_with_float32_results(preset: str, name: str, tmp_path: Path) ->
     program = amp_fx.export(
         model.eval(), (x,), device_type="cuda", dtype=torch.float16, policy=preset
     )
-    file = written(program, tmp_path)
+    file = assert_same_numbers(program, x, tmp_path, atol=1e-7)
     assert ops(file)["Gemm"] == ops(file)["MatMul"] == 1
-    [found] = onnx_nodes.run(file, x)
-    torch.testing.assert_close(found, program.module()(x), rtol=0, atol=1e-7)
 
 
 def test_large_weights_are_in_a_second_file(
@@ -434,7 +424,5 @@ def test_large_weights_are_in_a_second_file(
 
     monkeypatch.setattr(_onnx_program, "_LARGE_MODEL_THRESHOLD", 1000)
     program = amp_fx.export(mlp(), (x := torch.randn(4, 64),), dtype=torch.bfloat16)
-    file = written(program, tmp_path)
+    assert_same_numbers(program, x, tmp_path)
     assert (tmp_path / "model.onnx.data").stat().st_size > 64 * 128 * 2
-    [found] = onnx_nodes.run(file, x)
-    torch.testing.assert_close(found, program.module()(x), rtol=0, atol=0)
