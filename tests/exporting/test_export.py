@@ -92,7 +92,7 @@ def test_float32_weights_stay_with_their_casts() -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_tied_weights_are_stored_once(strict: bool) -> None:
-    model = Composed(lambda m, x: m.b(m.a(x)), a=square(bias=False), b=square(bias=False))
+    model: Any = Composed(lambda m, x: m.b(m.a(x)), a=square(bias=False), b=square(bias=False))
     model.b.weight = model.a.weight
     program = amp_fx.export(model, (torch.randn(2, 8),), dtype="bf16", strict=strict)
     a, b = program.state_dict["a.weight"], program.state_dict["b.weight"]
@@ -351,7 +351,7 @@ def test_custom_ops_run_as_in_eager_autocast(is_decomposed: bool) -> None:
         return model.layer(y) + model.total
 
     weight, total = nn.Parameter(torch.randn(8)), nn.Buffer(torch.zeros(8))
-    model = Composed(custom, layer=square(), weight=weight, total=total, gets_float32=False)
+    model: Any = Composed(custom, layer=square(), weight=weight, total=total, gets_float32=False)
     x = torch.randn(3, 8)
     given: Any = copy.deepcopy(model)
     program = amp_fx.export(given, (x,), dtype="bf16")

@@ -120,19 +120,12 @@ class Training:
         self.scaler.update()
 
 
-CALLS_BEFORE = {
-    "unscale_": ["unscale_"],
-    "step": ["step"],
-    "unscale_ and step": ["unscale_", "step"],
-}
-
-
-@pytest.mark.parametrize("before", CALLS_BEFORE)
+@pytest.mark.parametrize("before", ["unscale_", "step", "unscale_ and step"])
 @pytest.mark.parametrize("second", ["unscale_", "step"])
 def test_a_scaler_recovers_from_an_iteration_without_update(before: str, second: str) -> None:
     training = Training()
     training.backward()
-    for call in CALLS_BEFORE[before]:
+    for call in before.split(" and "):
         getattr(training.scaler, call)(training.optimizer)
     training.backward()
     if (before, second) == ("unscale_", "step"):  # the new gradients are unscaled
@@ -166,32 +159,30 @@ def test_an_overflow_before_an_exception_shrinks_the_scale() -> None:
     assert training.scaler.get_scale() == 4.0
 
 
+def interrupted(training: Training) -> Training:
+    """Returns a training whose step raised."""
+
+    def interrupt(*_: Any) -> None:
+        raise InterruptedStepError
+
+    training.backward()
+    with training.optimizer.register_step_pre_hook(interrupt), pytest.raises(InterruptedStepError):
+        training.scaler.step(training.optimizer)
+    return training
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("set_to_none", [False, True])
 def test_a_step_that_raises_leaves_no_scaled_gradients_for_the_next(
     set_to_none: bool, fused: bool
 ) -> None:
-    training = Training(set_to_none=set_to_none, fused=fused)
-
-    def interrupt(*_: Any) -> None:
-        raise InterruptedStepError
-
-    training.backward()
-    with training.optimizer.register_step_pre_hook(interrupt), pytest.raises(InterruptedStepError):
-        training.scaler.step(training.optimizer)
+    training = interrupted(Training(set_to_none=set_to_none, fused=fused))
     training.backward()
     training.finish()
 
 
 def test_scaled_gradients_are_not_added_to_those_of_a_step_that_raised() -> None:
-    training = Training()
-
-    def interrupt(*_: Any) -> None:
-        raise InterruptedStepError
-
-    training.backward()
-    with training.optimizer.register_step_pre_hook(interrupt), pytest.raises(InterruptedStepError):
-        training.scaler.step(training.optimizer)
+    training = interrupted(Training())
     scaled = training.scaler.scale((training.weight * training.inputs).sum())
     torch.autograd.backward(scaled)
     with pytest.raises(RuntimeError, match="clear the gradients"):

@@ -34,9 +34,9 @@ def sgd(*grads: Tensor | None) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("bad", [None, math.inf, math.nan])
-@pytest.mark.parametrize("where", range(4))
+@pytest.mark.parametrize("where", range(5))
 def test_mixed_dtypes_are_unscaled_and_checked_together(bad: float | None, where: int) -> None:
-    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64)
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.complex64)
     grads = [torch.full((3,), 16.0).to(dtype) for dtype in dtypes]
     if bad is not None:
         grads[where][1] = bad
@@ -46,16 +46,6 @@ def test_mixed_dtypes_are_unscaled_and_checked_together(bad: float | None, where
         assert grad[0] == 2.0
     stepped = torch.tensor(-2.0 if bad is None else 0.0)
     assert all(p[0] == stepped for p in optimizer.param_groups[0]["params"])
-
-
-@pytest.mark.parametrize("where", range(2))
-def test_one_bad_gradient_of_a_dtype_without_kernel_is_enough(where: int) -> None:
-    grads = [torch.ones(3, dtype=torch.complex64) for _ in range(2)]
-    grads[where][1] = math.inf
-    scaler = make_scaler()
-    scaler.unscale_(sgd(*grads))
-    scaler.update()
-    assert scaler.get_scale() == 4.0
 
 
 @pytest.mark.parametrize("is_noncontiguous", [False, True])
@@ -96,22 +86,17 @@ def test_without_gradients_the_optimizer_steps_its_own_way(call: str, is_fused: 
     assert scaler.get_scale() == 16.0  # a step with gradients is what shows the scale to be good
 
 
-def test_an_optimizer_without_gradients_does_not_count_next_to_another() -> None:
+@pytest.mark.parametrize(("bad", "expected"), [(1.0, 16.0), (math.nan, 4.0)])
+def test_an_optimizer_without_gradients_leaves_the_decision_to_another(
+    bad: float, expected: float
+) -> None:
     scaler = make_scaler(growth_interval=2)
-    for _ in range(2):
+    for _ in range(2 if bad == 1.0 else 1):
         assert scaler.get_scale() == 8.0
-        scaler.unscale_(sgd(torch.tensor([1.0])))
-        scaler.unscale_(OwnWay(make_params((2,)), lr=1.0))
+        scaler.step(sgd(torch.tensor([1.0, bad])))
+        assert scaler.step(OwnWay(make_params((2,)), lr=1.0)) == "stepped"
         scaler.update()
-    assert scaler.get_scale() == 16.0
-
-
-def test_an_optimizer_without_gradients_leaves_the_decision_to_the_other() -> None:
-    scaler = make_scaler()
-    scaler.step(sgd(torch.tensor([1.0, math.nan])))
-    assert scaler.step(OwnWay(make_params((2,)), lr=1.0)) == "stepped"
-    scaler.update()
-    assert scaler.get_scale() == 4.0
+    assert scaler.get_scale() == expected
 
 
 def sparse(values: list[float], dtype: torch.dtype) -> Tensor:
@@ -162,13 +147,6 @@ def test_float16_gradients_raise_and_are_named() -> None:
     assert all((p.grad == 8.0).all() for p in model.parameters() if p.grad is not None)
     with pytest.raises(errors.OptionError):
         scaler.step(optimizer)
-
-
-def test_float16_gradients_can_be_allowed() -> None:
-    scaler = make_scaler(allow_fp16=True)
-    optimizer = sgd(torch.tensor([8.0, 16.0], dtype=torch.float16))
-    scaler.step(optimizer)
-    assert optimizer.param_groups[0]["params"][0].tolist() == [-1.0, -2.0]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused"])

@@ -46,36 +46,6 @@ def with_fabric(scaler: Any, model: Any, optimizer: Any) -> None:
         optimizer.step()
 
 
-def with_trainer(scaler: Any, model: Any, optimizer: Any) -> None:
-    import lightning
-    from lightning.pytorch.plugins import MixedPrecision
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def training_step(self, numbers: list[torch.Tensor]) -> torch.Tensor:
-            return self.model(batch(int(numbers[0]))).square().mean()  # type: ignore[no-any-return]
-
-        def configure_optimizers(self) -> Any:
-            return optimizer
-
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=1,
-        plugins=[MixedPrecision("16-mixed", device="cpu", scaler=scaler)],
-        gradient_clip_val=0.1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    numbers = torch.utils.data.TensorDataset(torch.arange(5))
-    trainer.fit(Module(), torch.utils.data.DataLoader(numbers, batch_size=None))
-
-
 def with_accelerate(scaler: Any, model: Any, optimizer: Any) -> None:
     from accelerate import Accelerator
 
@@ -91,7 +61,7 @@ def with_accelerate(scaler: Any, model: Any, optimizer: Any) -> None:
     assert skipped == [False, True, False, False, False]
 
 
-@pytest.mark.parametrize("trainer", [with_fabric, with_trainer, with_accelerate])
+@pytest.mark.parametrize("trainer", [with_fabric, with_accelerate])
 def test_trainers_take_the_scaler(trainer: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the trainers' own, which differ by version

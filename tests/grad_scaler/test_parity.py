@@ -93,6 +93,12 @@ actions = st.tuples(
 )
 
 
+def pair(optimizer: str, **settings: Any) -> tuple[Run, Run]:
+    """Returns a run with our scaler and one with torch's."""
+    ours = Run(amp_fx.GradScaler, optimizer, **settings)
+    return ours, Run(torch.amp.GradScaler, optimizer, **settings)
+
+
 def outcome(run: Run, action: str, which: int, bad: str) -> Exception | None:
     try:
         getattr(run, action)(which, bad)
@@ -126,9 +132,7 @@ def test_any_sequence_of_calls(
         "backoff_factor": backoff_factor,
         "growth_interval": growth_interval,
     }
-    ours, theirs = (
-        Run(kind, optimizer, **settings) for kind in (amp_fx.GradScaler, torch.amp.GradScaler)
-    )
+    ours, theirs = pair(optimizer, **settings)
     for action in plan:
         error, expected = outcome(ours, *action), outcome(theirs, *action)
         assert isinstance(error, type(expected))
@@ -139,10 +143,7 @@ def test_any_sequence_of_calls(
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("unscale_first", [False, True])
 def test_each_optimizer(optimizer: str, unscale_first: bool) -> None:
-    ours, theirs = (
-        Run(kind, optimizer, init_scale=2.0**10, growth_interval=2)
-        for kind in (amp_fx.GradScaler, torch.amp.GradScaler)
-    )
+    ours, theirs = pair(optimizer, init_scale=2.0**10, growth_interval=2)
     for bad in ["finite", "finite", "inf", "finite", "nan", "finite", "finite", "finite", "-inf"]:
         calls = ["backward", "unscale", "step", "update"] if unscale_first else ["iterate"]
         for call in calls:
@@ -259,10 +260,7 @@ def test_signature_and_defaults_are_torchs() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_whatever_the_default_dtype(dtype: torch.dtype, optimizer: str) -> None:
     """Keeps the scale and its flags in float32."""
-    ours, theirs = (
-        Run(kind, optimizer, init_scale=2.0**10, growth_interval=2)
-        for kind in (amp_fx.GradScaler, torch.amp.GradScaler)
-    )
+    ours, theirs = pair(optimizer, init_scale=2.0**10, growth_interval=2)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -280,10 +278,7 @@ def test_whatever_the_default_dtype(dtype: torch.dtype, optimizer: str) -> None:
 
 def test_fused_contract() -> None:
     """Applies a user's factor on `grad_scale`, and deletes both attributes afterwards."""
-    ours, theirs = (
-        Run(kind, "adamw-fused", init_scale=8.0)
-        for kind in (amp_fx.GradScaler, torch.amp.GradScaler)
-    )
+    ours, theirs = pair("adamw-fused", init_scale=8.0)
     for run in (ours, theirs):
         run.optimizers[0].grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
         run.step(0, "finite")

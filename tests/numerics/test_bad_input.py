@@ -101,15 +101,15 @@ def is_distributed(net: Net) -> Step:
 
 
 def has_a_sparse_gradient(net: Net) -> Step:
-    net.bag = nn.EmbeddingBag(50, 8, sparse=True, mode="sum")
-    optimizers = [net.optimizer, torch.optim.SparseAdam([net.bag.weight])]
+    net.bag = bag = nn.EmbeddingBag(50, 8, sparse=True, mode="sum")
+    optimizers = [net.optimizer, torch.optim.SparseAdam([bag.weight])]
     rows = torch.randint(0, 50, (6, 5))
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         for optimizer in optimizers:
             optimizer.zero_grad()
         with torch.autocast("cpu"):
-            loss = F.cross_entropy(net(_tensor(net.bag(rows)) + x), y)
+            loss = F.cross_entropy(net(bag(rows) + x), y)
         loss.backward()  # type: ignore[no-untyped-call]
         for optimizer in optimizers:
             optimizer.step()

@@ -248,7 +248,7 @@ class Scaled(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient * ctx.factor, None  # which may be too large
 
 

@@ -129,7 +129,7 @@ def process_state() -> list[Any]:
     )
     methods = [vars(torch.autocast)[name] for name in ("__init__", "__enter__", "__exit__")]
     frames = dict(torch._dynamo.utils.counters["frames"])
-    return [*map(len, tables), *methods, torch.is_autocast_enabled("cpu"), frames]
+    return [*(len(table) for table in tables), *methods, torch.is_autocast_enabled("cpu"), frames]
 
 
 @pytest.mark.one_in(2)
