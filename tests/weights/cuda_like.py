@@ -56,6 +56,36 @@ def _on_aliases(original: Any) -> Callable[..., None]:
     return kernel
 
 
+def write_list(name: str, tensors: list[torch.Tensor]) -> None:
+    """Calls an op of ``list_writes`` on tensors, with positive numbers as its other arguments."""
+    base, _, overload = name.partition(".")
+    positional, named = [], {}
+    for i, argument in enumerate(torch._C._get_schema(base, overload).arguments):
+        if i == 0:
+            positional.append(tensors)
+        elif argument.kwarg_only and not argument.has_default_value():
+            named[argument.name] = _value_for(argument, i, tensors)
+        elif not argument.has_default_value():
+            positional.append(_value_for(argument, i, tensors))
+    op = getattr(torch.ops.aten, base.removeprefix("aten::"))
+    getattr(op, overload or "default")(*positional, **named)
+
+
+def _value_for(argument: Any, seed: int, tensors: list[torch.Tensor]) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    kind = str(argument.type)
+    if argument.name == "state_steps":
+        return [torch.ones(()) for _ in tensors]
+    if argument.name == "max_exp_avg_sqs":  # the op insists, without amsgrad
+        return []
+    if argument.name == "scalars" and kind == "Tensor":
+        return torch.rand(len(tensors), generator=generator) + 0.1
+    if kind == "List[Tensor]":
+        return [torch.rand(t.shape, generator=generator).to(t.device) + 0.1 for t in tensors]
+    values = {"List[number]": [0.5] * len(tensors), "Tensor": torch.tensor(0.5), "bool": False}
+    return values.get(kind, 0.5)
+
+
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor with the same bytes and an unwatched storage; must not outlive the tensor.
 

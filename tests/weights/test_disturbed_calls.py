@@ -1,4 +1,4 @@
-"""Calls during which a process forks, an allocation fails, or a model is deleted."""
+"""Calls during which a process forks, an error is raised, or a model is deleted."""
 
 from __future__ import annotations
 
@@ -18,10 +18,21 @@ from torch.nn import functional
 from amp_fx import weight_cache
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.weights import store
+from tests import needs
 from tests.distributed.spawn import run_ranks
 from tests.weights.keeping import WAYS
-from tests.weights.machine import run_all
-from tests.weights.nets import EVAL, SIZE, assert_same, autocast, compile_amp_fx, inputs, make_net
+from tests.weights.machine import PENDING, Session, run_all
+from tests.weights.nets import (
+    EVAL,
+    FROZEN,
+    SIZE,
+    Graph,
+    assert_same,
+    autocast,
+    compile_amp_fx,
+    inputs,
+    make_net,
+)
 from tests.weights.writes import other
 
 if TYPE_CHECKING:
@@ -142,31 +153,6 @@ assert torch.equal(kept(), torch.full((4,), 2.0))
 check(1.5)
 """
 
-WORKERS = """
-import torch
-from torch.utils.data import DataLoader, Dataset
-from tests.weights.nets import EVAL, TRAIN, compile_amp_fx, make_net
-net, twin = make_net(), make_net()
-compiled = compile_amp_fx(net)
-EVAL.check(compiled, net, twin)
-
-class Features(Dataset):
-    def __len__(self):
-        return 6
-    def __getitem__(self, i):
-        net.a.weight.data.mul_(2.0)
-        twin.a.weight.data.mul_(2.0)
-        EVAL.check(compiled, net, twin)
-        return net.a.weight.detach().sum()
-
-if __name__ == "__main__":
-    for batch in DataLoader(Features(), num_workers=2, multiprocessing_context="fork"):
-        TRAIN.check(compiled, net, twin)
-        for model in (net, twin):
-            model.b.weight.data.mul_(1.5)
-        EVAL.check(compiled, net, twin)
-"""
-
 WRITING = """
 import os, signal, sys, threading, torch
 from amp_fx.weights.watch import engine
@@ -195,11 +181,7 @@ os._exit(0)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize(
     "program",
-    [
-        pytest.param(FORK, id="fork"),
-        pytest.param(WORKERS, id="workers"),
-        pytest.param(WRITING, id="writing", marks=pytest.mark.slow),
-    ],
+    [pytest.param(FORK, id="fork"), pytest.param(WRITING, id="writing", marks=pytest.mark.slow)],
 )
 def test_processes_that_fork(program: str) -> None:
     command = [sys.executable, "-X", "faulthandler", "-c", program]
@@ -210,18 +192,33 @@ def test_processes_that_fork(program: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-ALLOCATING = [(torch, "empty_strided"), (store, "foreach_copy_")]
+@needs.FROZEN_GRAPHS
+@pytest.mark.parametrize("way", ["eval", "packed"])
+def test_an_error_inside_a_call(way: str) -> None:
+    def fail() -> None:
+        raise ValueError("of the code")
+
+    session = Session("event")
+    session.settle(way)
+    PENDING.append(fail)
+    with pytest.raises(ValueError, match="of the code"):
+        session.call(way)
+    session.run([("write", "everything"), ("settle", way)])
 
 
-@pytest.mark.parametrize(("module", "function"), ALLOCATING, ids=["empty_strided", "foreach_copy_"])
+@needs.FROZEN_GRAPHS
+@pytest.mark.parametrize(
+    ("graph", "module", "function"),
+    [(EVAL, torch, "empty_strided"), (EVAL, store, "foreach_copy_"), (FROZEN, store, "compute")],
+)
 @pytest.mark.parametrize("is_first_call", [True, False])
 @torch.no_grad()
 def test_out_of_memory_in_a_refresh(
-    module: Any, function: str, is_first_call: bool, monkeypatch: pytest.MonkeyPatch
+    graph: Graph, module: Any, function: str, is_first_call: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may be raised, as it is, or done without; the next call is right in any case."""
     net, twin = make_net(), make_net()
-    compiled, other_graph = compile_amp_fx(net), compile_amp_fx(net.a)
+    compiled, other_graph = graph.compile(net), compile_amp_fx(net.a)
     EVAL.check(compiled, net, twin)
     if is_first_call:
         weight_cache.clear()
@@ -319,30 +316,6 @@ def test_finalizers_run_while_copies_are_made() -> None:
         gc.callbacks.remove(kill)
     assert_same(out, expected)
     assert num_collections > 20
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("module", "function"), ALLOCATING, ids=["empty_strided", "foreach_copy_"])
-def test_models_die_at_every_allocation_of_a_copy(
-    module: Any, function: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The finalizers of dead weights run in the middle of whatever the cache is at."""
-    compiled = compile_amp_fx(lambda model, x: model(x))
-    expected = autocast(Deep(SIZE), inputs())
-    doomed = [Deep(SIZE) for _ in range(8)]
-    for model in doomed:
-        compiled(model, inputs())
-    del model
-    original, survivor = getattr(module, function), Deep(SIZE)
-
-    def dropping(*args: Any, **options: Any) -> Any:
-        if doomed:
-            doomed.pop()
-        return original(*args, **options)
-
-    monkeypatch.setattr(module, function, dropping)
-    assert_same(compiled(survivor, inputs()), expected)
-    assert len(doomed) < 8, "the function is not called at all"
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,16 +13,11 @@ from torch import fx, nn
 from amp_fx import weight_cache
 from amp_fx.passes.block_few_rows import BlockFewRows
 from amp_fx.replaced import replaced
-from amp_fx.torch_private.dynamo import counters
 from amp_fx.torch_private.inductor import CppGemmTemplate, FewRowsKernel, few_rows_kernel
 from amp_fx.weights.cpu import few_rows
 from amp_fx.weights.cpu.few_rows import MAX_ROWS, MIN_COLUMNS, MIN_WEIGHTS, max_rows
 from tests import needs
-from tests.weights.keeping import FROZEN, Way, batch, check, make_line
-from tests.weights.test_template_constants import WRITES, held
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+from tests.weights.keeping import Way, batch, make_line
 
 pytestmark = [
     needs.FROZEN_GRAPHS,
@@ -153,38 +148,24 @@ def test_blocks_are_those_of_the_template(kernel: FewRowsKernel) -> None:
     assert result.is_contiguous()
 
 
+SIDE = int(MIN_WEIGHTS**0.5)
+
+
 @pytest.mark.parametrize(
-    ("is_wide", "uses_amx", "num_weights", "rows"),
+    ("weight", "is_blocked"),
     [
-        (True, False, 2**30, 8),
-        (True, False, 2**15, 16),
-        (False, False, 2**30, 4),
-        (False, False, 2**12, 64),
-        (False, True, 2**30, 32),
-        (False, True, 2**18, 64),
-        (False, True, 1, MAX_ROWS),
+        (torch.ones(SIDE, SIDE).bfloat16(), True),
+        (torch.ones(SIDE, SIDE - 1).bfloat16(), False),
+        (torch.ones(SIDE, SIDE), False),
+        (torch.ones(SIDE, SIDE, dtype=torch.bfloat16, device="meta"), False),
     ],
+    ids=["large", "small", "float32", "another device"],
 )
-def test_small_weights_have_more_rows(
-    monkeypatch: pytest.MonkeyPatch, *, is_wide: bool, uses_amx: bool, num_weights: int, rows: int
+def test_weights_that_are_blocked(
+    weight: torch.Tensor, is_blocked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measured; see ``docs/benchmarks.md``."""
-    monkeypatch.setattr(few_rows, "is_wide", lambda *_: is_wide)
-    assert max_rows(torch.bfloat16, num_weights, uses_amx=uses_amx) == rows
-
-
-@pytest.mark.parametrize(("dtype", "device"), [(torch.float32, "cpu"), (torch.bfloat16, "meta")])
-def test_other_dtypes_and_devices_are_left_alone(dtype: torch.dtype, device: str) -> None:
-    weight = torch.ones(8, 8, dtype=dtype, device=device)
-    assert block_few_rows(graph_of(1, weight, None)) == 0
-
-
-def test_small_weights_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_rows, "MIN_WEIGHTS", MIN_WEIGHTS)
-    side = int(MIN_WEIGHTS**0.5)
-    for columns in (side - 1, side):
-        gm = graph_of(1, torch.ones(side, columns).bfloat16(), None)
-        assert block_few_rows(gm) == (side * columns >= MIN_WEIGHTS)
+    assert block_few_rows(graph_of(1, weight, None)) == is_blocked
 
 
 def test_a_product_with_an_input_is_left_alone() -> None:
@@ -236,39 +217,6 @@ def test_exact_sums_have_the_bits_of_eager_autocast(
     kernel = few_rows_kernel(low, rows, columns, depth) if rows else None
     assert bool(blocked()) == is_few(kernel, low, rows, columns * depth)
     assert torch.equal(result, expected)
-
-
-@settings(max_examples=6, deadline=None, suppress_health_check=SHARED)
-@given(writes=st.lists(st.tuples(st.sampled_from([*WRITES]), st.integers(0, 2)), max_size=4))
-@torch.no_grad()
-def test_writes_are_seen(writes: list[tuple[str, int]]) -> None:
-    model, _ = make_line()
-    program = FROZEN.compile(model)
-    FROZEN.warm(program, batch())
-    assert len(blocked()) >= len(model.layers)
-    for name, i in writes:
-        WRITES[name](model, i)
-        check(FROZEN, program, held(model), batch())
-
-
-@pytest.fixture
-def counted() -> Iterator[Mapping[str, Mapping[str, int]]]:
-    counters.clear()
-    yield counters  # inductor replaces its part when it first traces its patterns
-    counters.clear()
-
-
-@torch.no_grad()
-def test_code_of_a_cache_on_disk_sees_writes(counted: Mapping[str, Mapping[str, int]]) -> None:
-    """Loads code from the cache on disk after ``reset``, as a new process does."""
-    for factor in (1.0, -3.0):
-        torch._dynamo.reset()
-        model, _ = make_line()
-        program = FROZEN.compile(model)
-        FROZEN.call(program, batch())
-        model.weight(1).mul_(factor)
-        check(FROZEN, program, held(model), batch())
-    assert counted["inductor"]["fxgraph_cache_hit"] >= 1
 
 
 @torch.no_grad()

@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
-from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 from amp_fx import weight_cache
 from amp_fx.backend import lower
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
-from amp_fx.options import Options
 from amp_fx.weights import cache_entry, store
-from amp_fx.weights.inputs import Inputs
 from amp_fx.weights.prepare import run_node
 from amp_fx.weights.store import STORE
 from amp_fx.weights.watch import is_available
@@ -43,54 +39,6 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.q(x)) + torch.relu(self.k(x)) * torch.relu(self.v(x))
-
-
-class Masked(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(16, 16))
-        self.register_buffer("mask", torch.ones(16, 16))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mask: torch.Tensor = self.mask  # type: ignore[assignment]
-        return functional.linear(x, self.weight * mask)
-
-
-class Merged(nn.Module):
-    """A weight and its low-rank change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(16, 16))
-        self.down = nn.Parameter(torch.zeros(2, 16))
-        self.up = nn.Parameter(torch.zeros(16, 2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.linear(x, self.weight + self.up @ self.down)
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(16, 8)
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.relu(self.inner(self.embedding(x)))
-        return functional.linear(hidden, self.embedding.weight)
-
-
-class Scaled(nn.Module):
-    """A bias that is stored low, and read in float32 as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-        self.inner.bias.data = self.inner.bias.data.bfloat16()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.inner(x)
-        return y.float() * self.inner.bias.float()
 
 
 class Small(nn.Module):
@@ -118,10 +66,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], dic
         lambda: random(2, 16),
         {},
     ),
-    "mask": (Masked, lambda: random(2, 16), {}),
-    "low-rank merge": (Merged, lambda: random(2, 16), {}),
-    "tied": (Tied, lambda: torch.arange(6), {}),
-    "scaled": (Scaled, lambda: random(2, 16), {}),
     "small": (Small, lambda: random(2, 3), {}),
     "convolutions": (convolutions, lambda: random(2, 4, 6, 6), {}),
     "folded batch norm": (convolutions, lambda: random(2, 4, 6, 6), {"fold_batch_norm": True}),
@@ -185,46 +129,6 @@ def test_statistics_that_a_call_writes_are_not_frozen() -> None:
         for _ in range(4):
             twin(x)
     torch.testing.assert_close(model.state_dict(), twin.state_dict())
-
-
-@pytest.mark.usefixtures("_low_products")
-@torch.no_grad()
-def test_what_is_alike_is_kept_once() -> None:
-    class Unrolled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cell = nn.Linear(64, 64)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(8):
-                x = torch.relu(self.cell(x))
-            return x
-
-    weight_cache.clear()
-    model = Unrolled()
-    FROZEN.compile(model)(random(2, 64))
-    assert weight_cache.stats().bytes < 2 * (64 * 64 + 64) * 2
-
-
-@torch.no_grad()
-@needs.PACKING
-def test_what_is_made_on_the_way_is_freed_once_it_is_compiled() -> None:
-    """Frees the cast that is packed afterwards: it is as large, and unused."""
-    model = nn.Linear(96, 96)
-    compiled = FROZEN.compile(model)
-    gc.collect()
-    others = {id(t): t for t in gc.get_objects() if type(t) is torch.Tensor}
-    before = gc.get_threshold()
-    gc.set_threshold(200, 2, 10**9)  # what is referred to in cycles grows old and stays
-    try:
-        compiled(random(4, 96))
-        kept = {id(entry.value) for entry in STORE.of_weight(model.weight)}
-        tensors = [t for t in gc.get_objects() if type(t) is torch.Tensor and id(t) not in others]
-    finally:
-        gc.set_threshold(*before)
-    low = [each for each in tensors if each.dtype == torch.bfloat16 and each.numel() == 96 * 96]
-    assert len(low) == 1
-    assert {id(each) for each in low} == kept
 
 
 @torch.no_grad()
@@ -304,25 +208,6 @@ def test_a_global_switch_is_honoured_and_never_stale(is_on: bool) -> None:
 
 
 @torch.no_grad()
-def test_a_refresh_that_fails_leaves_nothing_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    net = make_net()
-    twin = twin_of(net)
-    compiled = FROZEN.compile(net)
-    FROZEN.check(compiled, net, twin)
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "compute", fail)
-        for model in (net, twin):
-            model.a.weight.mul_(2)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            compiled(inputs())
-    FROZEN.check(compiled, net, twin)
-
-
-@torch.no_grad()
 def test_a_graph_without_results_is_compiled() -> None:
     net = make_net()
 
@@ -349,23 +234,3 @@ def test_batches_of_any_size() -> None:
                 expected = twin(x).float()
             for _ in range(2):  # inductor multiplies by a single row in another way
                 torch.testing.assert_close(compiled(x), expected, rtol=0.04, atol=0.04)
-
-
-@torch.no_grad()
-def test_a_graph_of_other_weights_is_found_on_disk() -> None:
-    """Though its weights are packed, which native freezing keeps no graph of."""
-    for seed in range(2):
-        torch._dynamo.reset()
-        counters.clear()
-        net = make_net(seed)
-        FROZEN.check(FROZEN.compile(net), net, twin_of(net))
-    assert counters["inductor"]["fxgraph_cache_hit"] == 1
-    assert counters["inductor"]["fxgraph_cache_bypass"] == 0
-
-
-@needs.FROZEN_GRAPHS
-@torch.no_grad()
-def test_code_that_holds_weights_itself_is_not_frozen() -> None:
-    for options, is_frozen in (({}, True), ({"cpp_wrapper": True}, False)):
-        given = Inputs((), {0: inputs()}, (), frozenset())
-        assert lower.may_pack(Options.parse(options, None), given) == is_frozen

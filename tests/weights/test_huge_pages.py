@@ -16,8 +16,6 @@ from amp_fx.weights.cpu import huge_pages
 from amp_fx.weights.cpu.huge_pages import HUGE_PAGE, in_huge_pages
 from amp_fx.weights.store import STORE
 from tests import needs
-from tests.weights.keeping import FROZEN, batch, check, make_line
-from tests.weights.test_template_constants import WRITES, held
 
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 LINUX = pytest.mark.skipif(
@@ -106,17 +104,3 @@ def test_large_values_are_in_huge_pages_also_after_a_write() -> None:
         [value] = [e.value for e in STORE.entries.values() if e.num_bytes > HUGE_PAGE]
         if value.layout is torch.strided:
             assert mapped(value)["AnonHugePages"] == HUGE_PAGE // 1024
-
-
-@needs.FROZEN_GRAPHS
-@settings(max_examples=8, deadline=None, suppress_health_check=SHARED)
-@given(writes=st.lists(st.tuples(st.sampled_from([*WRITES]), st.integers(0, 2)), max_size=4))
-@pytest.mark.usefixtures("small_values_count")
-@torch.no_grad()
-def test_writes_are_seen(writes: list[tuple[str, int]]) -> None:
-    model, _ = make_line()
-    program = FROZEN.compile(model)
-    FROZEN.warm(program, batch())
-    for name, i in writes:
-        WRITES[name](model, i)
-        check(FROZEN, program, held(model), batch())

@@ -8,7 +8,6 @@ import functools
 import gc
 import pickle
 import random
-import re
 import threading
 import time
 import weakref
@@ -31,7 +30,6 @@ from amp_fx.weights.watch import engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     Value = Any
 
@@ -125,34 +123,22 @@ def test_a_part_that_is_written_through_an_old_array_is_found_within_64_calls(pa
         assert found[-1]
 
 
-def test_repr_tells_its_state_and_its_size() -> None:
-    weights = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
-
-    def joined(*given: torch.Tensor) -> torch.Tensor:
-        return torch.cat(given)
-
-    kept = amp_fx.keep(joined, *weights)
-    assert re.fullmatch(r"<amp_fx.keep\(.*joined\): not computed, 2 weights, 0 bytes>", repr(kept))
-    kept()
-    assert repr(kept).endswith(": fresh, 2 weights, 32 bytes>")
-    weights[0].data.mul_(2)
-    assert repr(kept).endswith(": stale, 2 weights, 32 bytes>")
-    weights.clear()
-    assert repr(kept).endswith(": a weight was freed>")
-
-
 def test_full_verification_raises_at_one_element_and_off_compares_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     w = weight(0, 64, 64)
     array = w.detach().numpy()
-    full, off = (amp_fx.keep(doubled, w, verify=verify) for verify in ("full", "off"))
-    monkeypatch.setenv("AMP_FX_VERIFY", "full")
-    by_environment = amp_fx.keep(doubled, w)
-    before = [kept().clone() for kept in (full, off, by_environment)]
+    off, full = (amp_fx.keep(doubled, w, verify=verify) for verify in ("off", "full"))
+    raising = [full]
+    for level in ("full", "1"):
+        monkeypatch.setenv("AMP_FX_VERIFY", level)
+        raising.append(amp_fx.keep(doubled, w))
+    monkeypatch.setenv("AMP_FX_VERIFY", "no such level")
+    raising.append(amp_fx.keep(doubled, w, verify="full"))
+    before, *_ = [kept().clone() for kept in (off, *raising)]
     array[3, 5] += 1.0
-    assert_same(off(), before[1])
-    for kept in (full, by_environment):
+    assert_same(off(), before)
+    for kept in raising:
         with pytest.raises(StaleWeightError, match=r"weight 0 of doubled"):
             kept()
 
@@ -186,25 +172,6 @@ def test_a_value_is_made_once_per_update_of_its_weights() -> None:
         w.mul_(2)
     kept()
     assert calls == [False, False]
-
-
-def test_the_address_stays_if_nobody_holds_the_value() -> None:
-    w = weight()
-    kept = amp_fx.keep(packed, w)
-    addresses = [value.data_ptr() for value in kept()]
-    for _ in range(3):
-        w.data.add_(1)
-        assert [value.data_ptr() for value in kept()] == addresses
-    assert_same(kept(), packed(w.detach()))
-
-
-def test_one_weight_twice_and_views_of_one_storage() -> None:
-    w = weight(0, 8, SIZE)
-    top, bottom = w.detach()[:4], w.detach()[4:]
-    both = amp_fx.keep(lambda a, b, c: torch.cat([a, b, c]), top, bottom, top)
-    for _ in range(3):
-        assert_same(both(), torch.cat([top, bottom, top]))
-        w.data[6].add_(1)
 
 
 def test_invalidate_clear_and_limits() -> None:
@@ -250,6 +217,7 @@ def test_a_weight_that_is_gone_is_named_and_its_value_freed() -> None:
     del w
     gc.collect()
     assert weight_cache.stats().entries == 0
+    assert repr(kept).endswith(": a weight was freed>")
     uses: list[Callable[[], Any]] = [kept, kept.is_fresh, kept.invalidate]
     uses += [lambda: kept.bytes, lambda: kept.why_remade]
     for use in uses:
@@ -355,12 +323,9 @@ BAD: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     ),
     "returns a parameter": (lambda w: nn.Parameter(w * 2), "requires a gradient"),
     "adds random numbers": (lambda w: torch.rand(SIZE) * w, "draws random numbers"),
-    "adds integers": (lambda w: torch.randint(3, (SIZE,)) * w, "draws random numbers"),
     "permutes": (lambda w: w[torch.randperm(SIZE)], "draws random numbers"),
     "fills by a normal": (lambda w: torch.empty_like(w).normal_() + w, "draws random numbers"),
     "drops": (lambda w: functional.dropout(w, 0.5), "draws random numbers"),
-    "draws by weights": (lambda w: w.abs().multinomial(2), "draws random numbers"),
-    "draws by chance": (lambda w: w.sigmoid().bernoulli() * 1.0, "draws random numbers"),
     "draws in Python": (lambda w: w * random.random(), "draws random numbers"),
     "draws in NumPy": (lambda w: w * float(np.random.rand()), "draws random numbers"),
     "writes the weight": (writes_weight, "writes to a weight"),
@@ -578,7 +543,7 @@ class Wrapped(torch.Tensor):
     """A subclass that changes nothing."""
 
 
-def of_numpy(_: Path) -> tuple[torch.Tensor, Callable[[], Any]]:
+def of_numpy() -> tuple[torch.Tensor, Callable[[], Any]]:
     array = np.ones((SIZE, SIZE), dtype=np.float32)
 
     def write() -> None:
@@ -587,54 +552,29 @@ def of_numpy(_: Path) -> tuple[torch.Tensor, Callable[[], Any]]:
     return torch.from_numpy(array), write
 
 
-def of_file(folder: Path) -> tuple[torch.Tensor, Callable[[], Any]]:
-    path = folder / "weights"
-    path.write_bytes(np.ones((SIZE, SIZE), dtype=np.float32).tobytes())
-    w = torch.from_file(str(path), shared=True, size=SIZE * SIZE).view(SIZE, SIZE)
-    mapped = np.memmap(path, dtype=np.float32, mode="r+")
-
-    def write() -> None:
-        mapped[3] += 1.0
-        mapped.flush()
-
-    return w, write
-
-
-def of_subclass(_: Path) -> tuple[torch.Tensor, Callable[[], Any]]:
+def of_subclass() -> tuple[torch.Tensor, Callable[[], Any]]:
     w = torch.randn(SIZE, SIZE).as_subclass(Wrapped)
     array = w.detach().numpy()
     return w, lambda: array.__setitem__((1, 2), array[1, 2] + 1)
 
 
-def of_wrapper(_: Path) -> tuple[torch.Tensor, Callable[[], Any]]:
+def of_wrapper() -> tuple[torch.Tensor, Callable[[], Any]]:
     a, b = torch.randn(SIZE, SIZE), torch.randn(SIZE, SIZE)
     w = TwoTensor(a, b)  # type: ignore[no-untyped-call]
     return w, lambda: (a.add_(1), b.add_(1))
 
 
-def of_parameter_subclass(_: Path) -> tuple[torch.Tensor, Callable[[], Any]]:
-    class Special(nn.Parameter):
-        pass
-
-    w = Special(torch.randn(SIZE, SIZE))
-    return w, lambda: w.data.add_(1)
-
-
-REMADE: dict[str, tuple[Callable[[Path], Any], str]] = {
+REMADE: dict[str, tuple[Callable[[], Any], str]] = {
     "NumPy array": (of_numpy, "PyTorch did not allocate"),
-    "mapped file": (of_file, "PyTorch did not allocate"),
     "subclass": (of_subclass, "a weight is a Wrapped, a subclass"),
     "subclass of two tensors": (of_wrapper, "a weight is a TwoTensor, a subclass"),
-    "subclass of Parameter": (of_parameter_subclass, "a weight is a Special, a subclass"),
 }
 
 
 @pytest.mark.parametrize("kind", REMADE)
-def test_what_cannot_be_watched_is_remade_at_every_use_and_it_says_so(
-    kind: str, tmp_path: Path
-) -> None:
+def test_what_cannot_be_watched_is_remade_at_every_use_and_it_says_so(kind: str) -> None:
     make, reason = REMADE[kind]
-    w, write = make(tmp_path)
+    w, write = make()
     plain = weight()
     keeps = [amp_fx.keep(doubled, w), amp_fx.keep(lambda a, b: (b + 1) * 2 + a, plain, w)]
 

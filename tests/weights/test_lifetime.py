@@ -107,16 +107,6 @@ def test_replacing_a_weight_frees_its_copy() -> None:
     assert weight_cache.stats().entries == 3
 
 
-def test_a_graph_does_not_keep_the_weights_alive() -> None:
-    net = make_net()
-    compiled = compile_amp_fx(lambda model, x: model(x))
-    compiled(net, inputs())
-    ref = weakref.ref(net.a.weight)
-    del net
-    gc.collect()
-    assert ref() is None
-
-
 def test_deepcopy_pickle_and_state_dict_hold_no_copies() -> None:
     net, plain = make_net(), make_net()
     called(net)
@@ -135,37 +125,15 @@ def test_deepcopy_pickle_and_state_dict_hold_no_copies() -> None:
     assert sizes[0] == sizes[1]
 
 
-def test_stats() -> None:
-    net = make_net()
-    compiled = compile_amp_fx(net)
-    with torch.no_grad():
-        for _ in range(3):
-            compiled(inputs())
-    stats = weight_cache.stats()
-    assert (stats.entries, stats.bytes, stats.refreshes) == (3, COPY_BYTES, 3)
-    assert stats.hits > 0
-    assert list(stats.by_model) == ["Net (nets.py)"]
-    assert stats.by_model["Net (nets.py)"].entries == 3
-
-
 def test_invalidate_refreshes_once() -> None:
     net, rival = make_net(), make_net(1)
     compiled = [called(net), called(rival)]
-    for target, num in ((net, 3), (net.a.weight, 1), (None, 6)):
+    for target, num in ((net, 3), (compiled[0], 3), (net.a.weight, 1), (None, 6)):
         weight_cache.invalidate(target)
         with torch.no_grad(), counted_refreshes() as num_refreshes:
             for program in compiled * 2:
                 program(inputs())
             assert num_refreshes() == num
-
-
-def test_invalidate_takes_a_compiled_model() -> None:
-    net = make_net()
-    compiled = called(net)
-    weight_cache.invalidate(compiled)
-    with torch.no_grad(), counted_refreshes() as num_refreshes:
-        compiled(inputs())
-        assert num_refreshes() == 3
 
 
 def test_invalidate_refuses_other_things() -> None:

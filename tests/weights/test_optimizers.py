@@ -55,7 +55,8 @@ def loss_of(program: Callable[..., torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("name", "way"), implementations())
-def test_never_stale_after_a_step(name: str, way: str) -> None:
+def test_never_stale_after_a_step(name: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Calls are right, and do not warn of writes that PyTorch cannot see."""
     net, twin = make_net(), make_net()
     compiled = EVAL.compile(net)
     optimizers = [make_optimizer(name, way, model) for model in (net, twin)]
@@ -68,6 +69,7 @@ def test_never_stale_after_a_step(name: str, way: str) -> None:
             step_with_closure(optimizer, program)
         EVAL.check(compiled, net, twin)
     assert not torch.equal(before, net.a.weight), "the optimizer must have written"
+    assert not [record for record in caplog.records if record.name.startswith("amp_fx")]
 
 
 def step_with_closure(optimizer: torch.optim.Optimizer, program: Any) -> None:
@@ -146,16 +148,3 @@ def test_micro_batches_cast_once() -> None:
         optimizer.step()
         loss_of(compiled)
         assert num_refreshes() == 6
-
-
-def test_accumulated_gradients_are_those_of_eager_autocast() -> None:
-    net, twin = make_net(), make_net()
-    compiled = TRAIN.compile(net)
-    for program in (compiled, functools.partial(autocast, twin)):
-        for _ in range(3):
-            loss_of(program).backward()  # type: ignore[no-untyped-call]
-    for mine, theirs in zip(net.parameters(), twin.parameters(), strict=True):
-        assert mine.grad is not None
-        assert mine.grad.dtype == torch.float32
-        assert theirs.grad is not None
-        assert torch.equal(mine.grad, theirs.grad)

@@ -49,6 +49,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
     "larger": (lambda m, x: (x @ m.w) @ m.b.repeat(1, 2), {"b": "larger than the weight"}),
     "written": (writes, {"b": "the graph writes to its memory"}),
     "float64": (lambda m, x: (x @ m.w).double() + m.b.double(), {"b": "larger than the weight"}),
+    "a view is returned": (lambda m, x: (x @ m.w, (m.b * 2).t()), {"b": "its values are returned"}),
 }
 """Programs without gradients, with the weights that have no cached value."""
 

@@ -80,32 +80,6 @@ def test_two_dtypes_in_one_graph() -> None:
     assert weight_cache.stats().entries == 2
 
 
-class StoredLow(nn.Module):
-    """Weights stored in bfloat16 that an op reads in float32, including a scalar."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.bfloat16))
-        self.strided = nn.Parameter(random(SIZE, 6).bfloat16()[:, ::2])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.prod(self.scale) * torch.prod(self.strided)
-
-
-@pytest.mark.parametrize("verify", [False, True])
-def test_copies_in_float32(verify: bool) -> None:
-    model, twin = StoredLow(), StoredLow()
-    compiled = TRAIN.compile(model, verify=verify)
-    for _ in range(2):
-        x = inputs()
-        out, expected = compiled(x), autocast(twin, x)
-        for parameter in model.parameters():
-            parameter.data_ptr()
-        compiled(x)
-        assert_same(out, expected)
-        assert_same(gradients(out, model), gradients(expected, twin))
-
-
 @pytest.mark.parametrize("num_rows", [0, 1])
 def test_weights_without_elements_and_of_one_row(num_rows: int) -> None:
     model = Weight(torch.ones(num_rows, SIZE))
@@ -148,16 +122,6 @@ def test_functional_call_with_other_parameters() -> None:
             torch.autograd.grad(out.sum(), wanted), torch.autograd.grad(expected.sum(), wanted)
         )
         wanted[0].data.mul_(1.5)
-
-
-def test_weights_tied_between_calls() -> None:
-    net, twin = make_net(), make_net()
-    compiled = EVAL.compile(net)
-    EVAL.check(compiled, net, twin)
-    for model in (net, twin):
-        model.b.weight = model.a.weight
-        model.a.weight.data.mul_(1.5)
-    EVAL.check(compiled, net, twin)
 
 
 def test_without_the_cache() -> None:

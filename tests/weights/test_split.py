@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -86,40 +84,6 @@ def test_planning_changes_nothing() -> None:
     assert found[0].values[0].key(()) == found[1].values[0].key(())
 
 
-def random_number(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return x @ torch.bernoulli(w.sigmoid())
-
-
-def written(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    y = x @ w.to(BF16).float()
-    w.add_(1)
-    return y
-
-
-STAY: dict[str, tuple[Callable[..., Any], str]] = {
-    "reads an input": (lambda w, x: x + w, "kernels read it as it is"),
-    "is a view": (lambda w, x: x @ w.t(), "kernels read it as it is"),
-    "is returned": (lambda w, x: (x @ x.t(), w * 2), "its values are returned"),
-    "is returned as a view": (lambda w, x: (x, (w * 2).t()), "its values are returned"),
-    "is larger than the weight": (lambda w, x: x @ w.repeat(1, 3), "larger than the weight"),
-    "draws random numbers": (random_number, ""),
-    "is written": (written, "the graph writes to its memory"),
-    "is not read": (lambda w, x: (x * 2, x, w)[:2], "the graph does not read it"),
-}
-"""Programs of which nothing is cached, or nothing of the op in question, with the reason."""
-
-
-@pytest.mark.parametrize(("program", "reason"), STAY.values(), ids=STAY)
-def test_what_stays(program: Callable[..., Any], reason: str) -> None:
-    _, found = planned(program)
-    ops = [op for spec in found.computed for op in spec.ops]
-    if not reason:  # the arguments of the op are cached, but not its result
-        assert ops == ["sigmoid"]
-        return
-    assert ops == []
-    assert reason in found.uncached["a"]
-
-
 def test_equal_values_are_one() -> None:
     gm, found = planned(lambda w, x: (x.to(BF16) @ w.to(BF16)) + (x.to(BF16) @ w.to(BF16)))
     assert len(found.nodes) == 2
@@ -132,12 +96,6 @@ def test_a_value_of_two_weights_has_both() -> None:
     _, found = planned(lambda w, v, x: x @ (w * v), num_weights=2)
     [spec] = found.values
     assert (spec.positions, spec.names, spec.ops) == ((0, 1), ("a", "b"), ("mul",))
-
-
-def test_reasons_of_the_captured_graph_stay() -> None:
-    gm = traced(lambda w, x: x @ w.to(BF16).float(), W, X)
-    candidates = dataclasses.replace(weights(W, None), rejected={"other": "why"})
-    assert plan(gm, candidates, 1).uncached == {"other": "why"}
 
 
 OPS: list[Callable[[torch.Tensor], torch.Tensor]] = [

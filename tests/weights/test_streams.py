@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -70,27 +69,6 @@ def test_full_verification_waits_for_other_streams(accelerator: Accelerator) -> 
     with pytest.raises(amp_fx.errors.StaleWeightError):
         scene.call()
     assert accelerator.streams[0].recorded[-1] in accelerator.streams[1].waited
-
-
-def test_threads_that_call_and_write() -> None:
-    """Each writes its own layer of a graph: nothing is stale."""
-    scene = Scene(weight_of(8, 8))
-    layers = [weight_of(8, 8, value=float(i)) for i in range(3)]
-    wrong: list[Any] = []
-
-    def work(layer: nn.Parameter) -> None:
-        for i in range(200):
-            if i % 5 == 0:
-                layer.add_(1.0)
-            if scene.call(layer) != [layer.bfloat16().double().sum().item()]:
-                wrong.append(i)
-
-    threads = [threading.Thread(target=work, args=(layer,)) for layer in layers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not wrong
 
 
 def on_two_streams(accelerator: Accelerator, scene: Scene) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,10 @@ from amp_fx.weights.watch import engine
 from amp_fx.weights.write_signals import CAUGHT_BY, DEVICES, install, is_capturing, is_watchable
 from tests import needs
 from tests.other_thread import compiling_elsewhere
-from tests.weights.cuda_like import cuda_like, list_writes
+from tests.weights.cuda_like import cuda_like, list_writes, write_list
+from tests.weights.nets import make_net
 from tests.weights.specs import cast_spec
+from tests.weights.writes import write_called
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,38 +31,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SHAPE = 4, 4
 
 
-def fused_step(p: torch.Tensor) -> None:
-    step = torch.tensor(1.0)
-    moments = [torch.zeros(SHAPE) for _ in range(2)]
-    torch._fused_adamw_(
-        [p.detach()],
-        [torch.ones(SHAPE)],
-        [moments[0]],
-        [moments[1]],
-        [],
-        [step],
-        lr=0.1,
-        beta1=0.9,
-        beta2=0.99,
-        weight_decay=0.0,
-        eps=1e-8,
-        amsgrad=False,
-        maximize=False,
-    )
-
-
-class WritesUnseen(torch.optim.Optimizer):
-    """Its own kernel writes through a pointer that was taken long ago."""
-
-    def __init__(self, p: torch.Tensor) -> None:
-        self.elements = (ctypes.c_float * p.numel()).from_address(p.data_ptr())
-        super().__init__([p], {})
-
-    def step(self, closure: Any = None) -> Any:  # noqa: ARG002
-        for i in range(len(self.elements)):
-            self.elements[i] *= 1.5
-
-
 def compiled_write(p: torch.Tensor) -> None:
     torch._dynamo.reset()
 
@@ -72,23 +41,19 @@ def compiled_write(p: torch.Tensor) -> None:
     write(p.detach())
 
 
-def replace_data(p: torch.Tensor) -> None:
-    p.data = torch.ones(SHAPE)
-
-
-def through_new_array(p: torch.Tensor) -> None:
-    p.detach().numpy().__imul__(1.5)
-
-
 WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "in-place op on the weight": lambda p: p.mul_(1.5),
     "in-place op on .data": lambda p: p.data.mul_(1.5),
     "foreach op on weights": lambda p: torch._foreach_mul_([p], 1.5),
     "foreach op on .data": lambda p: torch._foreach_mul_([p.data], 1.5),
-    "fused op": fused_step,
+    "fused op": lambda p: write_list("aten::_fused_adamw_", [p.detach()]),
     "compiled code (inductor, Triton launched through it)": compiled_write,
-    "another tensor assigned to .data, or as the parameter": replace_data,
-    "pointer, NumPy array or DLPack alias taken since the latest call": through_new_array,
+    "another tensor assigned to .data, or as the parameter": lambda p: setattr(
+        p, "data", torch.ones(SHAPE)
+    ),
+    "pointer, NumPy array or DLPack alias taken since the latest call": lambda p: (
+        p.detach().numpy().__imul__(1.5)
+    ),
 }
 ELSEWHERE = {
     "optimizer step",  # below: it needs an optimizer
@@ -148,29 +113,20 @@ def test_each_signal_tells_of_what_the_table_says(kind: str, device: str) -> Non
         assert "storage" not in seen, "the emulation must hide what CUDA hides"
 
 
-def test_a_step_is_noticed_whatever_it_writes_with() -> None:
-    p = torch.nn.Parameter(torch.ones(SHAPE))
-    optimizer = WritesUnseen(p)
+@pytest.mark.parametrize("is_compiling", [False, True])
+def test_a_step_is_noticed_whatever_it_writes_with(is_compiling: bool) -> None:
+    """Also while another thread compiles."""
+    net, other = make_net(), make_net()
+    steps = [write_called("optimizer_with_a_kernel_of_its_own")(each) for each in (net, other)]
+    p = net.a.weight
     entry, version = kept(p), p._version
-    optimizer.step()
-    assert not observed(entry, p, version)
-    assert not entry.is_fresh()
-
-
-def test_a_step_is_noticed_while_another_thread_compiles() -> None:
-    p = torch.nn.Parameter(torch.ones(SHAPE))
-    optimizer, entry = WritesUnseen(p), kept(p)
-    with compiling_elsewhere():
-        optimizer.step()
-    assert not entry.is_fresh()
-
-
-def test_an_optimizer_of_other_weights_changes_nothing() -> None:
-    p = torch.nn.Parameter(torch.ones(SHAPE))
-    entry = kept(p)
-    WritesUnseen(torch.nn.Parameter(torch.ones(SHAPE))).step()
+    steps[1](0)  # of other weights
     torch._foreach_mul_([torch.ones(SHAPE)], 2.0)
     assert entry.is_fresh()
+    with compiling_elsewhere() if is_compiling else contextlib.nullcontext():
+        steps[0](0)
+    assert not observed(entry, p, version)
+    assert not entry.is_fresh()
 
 
 def test_devices_on_which_writes_are_not_seen_keep_nothing() -> None:

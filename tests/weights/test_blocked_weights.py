@@ -1,18 +1,22 @@
-"""Weights that inductor's C++ templates block for their kernels, under ``max_autotune``."""
+"""Cached weights in the layouts of inductor's C++ templates, in blocks, and in huge pages."""
 
 from __future__ import annotations
 
+import mmap
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from amp_fx import weight_cache
+from amp_fx.torch_private.dynamo import counters
+from amp_fx.torch_private.inductor import few_rows_kernel
+from amp_fx.weights.cpu import few_rows, huge_pages
 from tests import needs
-from tests.weights.keeping import Way, batch, check, make_line
+from tests.weights.keeping import FROZEN, Way, batch, check, make_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,19 +59,6 @@ def test_templates_are_used() -> None:
     assert len(blocked()) == len(model.layers)
 
 
-@settings(max_examples=15, deadline=None)
-@given(writes=st.lists(st.tuples(st.sampled_from([*WRITES]), st.integers(0, 2)), max_size=4))
-@torch.no_grad()
-def test_writes_are_seen(writes: list[tuple[str, int]]) -> None:
-    model, _ = make_line()
-    program = TEMPLATES.compile(model)
-    TEMPLATES.warm(program, batch())
-    for name, i in writes:
-        WRITES[name](model, i)
-        check(TEMPLATES, program, held(model), batch())
-    check(TEMPLATES, program, held(model), batch())
-
-
 @torch.no_grad()
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("columns", [17, 32, 100])
@@ -86,6 +77,40 @@ def test_a_refresh_gives_the_bits_of_a_new_compilation(columns: int) -> None:
     assert torch.equal(refreshed, TEMPLATES.compile(model)(x))
 
 
+LAYOUTS = {"templates": TEMPLATES, "few rows": FROZEN, "huge pages": FROZEN}
+"""Layouts of weights that oneDNN does not make, with ways of keeping that have them."""
+
+
+@pytest.fixture(params=LAYOUTS)
+def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Gives small weights the layouts of large ones."""
+    name: str = request.param
+    if name == "few rows":
+        if few_rows_kernel(torch.bfloat16, 1, 512, 512) is None:
+            pytest.skip("the template has another kernel here")
+        monkeypatch.setattr(few_rows, "MIN_WEIGHTS", 0)
+    if name == "huge pages":
+        monkeypatch.setattr(huge_pages, "HUGE_PAGE", mmap.PAGESIZE)
+        monkeypatch.setattr(huge_pages, "round", lambda _: 1, raising=False)
+    return name
+
+
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(writes=st.lists(st.tuples(st.sampled_from([*WRITES]), st.integers(0, 2)), max_size=4))
+@torch.no_grad()
+def test_writes_are_seen(layout: str, writes: list[tuple[str, int]]) -> None:
+    way = LAYOUTS[layout]
+    model, _ = make_line()
+    program = way.compile(model)
+    way.warm(program, batch())
+    for name, i in writes:
+        WRITES[name](model, i)
+        check(way, program, held(model), batch())
+    check(way, program, held(model), batch())
+
+
 @torch.no_grad()
 def test_one_graph_serves_two_models() -> None:
     """A second model finds the code of the first in Dynamo's cache of its function."""
@@ -98,12 +123,15 @@ def test_one_graph_serves_two_models() -> None:
 
 
 @torch.no_grad()
-def test_a_new_process_of_the_same_graph_sees_writes() -> None:
-    """It does not take code from the disk, which does not tell what templates computed."""
+def test_a_new_process_of_the_same_graph_sees_writes(layout: str) -> None:
+    """Code on the disk does not tell what templates computed, and is not taken for them."""
+    way = LAYOUTS[layout]
+    counters.clear()
     for factor in (1.0, -3.0):
         torch._dynamo.reset()
         model, _ = make_line()
-        program = TEMPLATES.compile(model)
-        TEMPLATES.call(program, batch())
+        program = way.compile(model)
+        way.call(program, batch())
         model.weight(1).mul_(factor)
-        check(TEMPLATES, program, held(model), batch())
+        check(way, program, held(model), batch())
+    assert bool(counters["inductor"]["fxgraph_cache_hit"]) == (layout != "templates")
