@@ -93,16 +93,6 @@ def test_a_false_alarm_refuses_no_backward(compiler: str, is_frozen: bool) -> No
     assert_same(x.grad, y.grad)
 
 
-def test_a_native_graph_that_reads_a_weight_is_no_change() -> None:
-    net = make_net()
-    compiled = compile_amp_fx(net)
-    reader = torch.compile(lambda w: w.sum(), backend="aot_eager")
-    out = compiled(inputs())
-    reader(net.a.weight)
-    compiled(inputs())
-    out.sum().backward()  # type: ignore[no-untyped-call]
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_forward_mode_derivatives_by_inputs() -> None:
     """From torch 2.14 on Dynamo captures nothing of it: a region is what says autocast then."""

@@ -113,38 +113,35 @@ def normed(w: torch.Tensor, x: torch.Tensor) -> Any:
     return convert(torch.ops.aten.mul.Tensor(convert(low, torch.float32), scale), BF16)
 
 
-def test_duplicates_are_merged_before_they_are_folded() -> None:
-    (_, merged), (_, separate) = without("merge_duplicates", twice, WEIGHT, FEW)
-    assert merged.count("= amp_fx.few_rows_product") == 1
-    assert separate.count("= amp_fx.few_rows_product") == 2
+IMAGES, KERNEL = integers(2, 8, 9, 9), integers(8, 8, 3, 3)
+STEPS: dict[str, tuple[Callable[..., Any], torch.Tensor, torch.Tensor, str, str]] = {
+    "merge_duplicates": (twice, WEIGHT, FEW, "", "few_rows_product_default_1 ="),
+    "fold_constants": (linear, WEIGHT, FEW, "= amp_fx.few_rows_product", ""),
+    "block_few_rows": (linear, WEIGHT, FEW, "= amp_fx.few_rows_product", "_reorder_linear_weight"),
+    "pack_for_kernels": (linear, WEIGHT, MANY, "_reorder_linear_weight", "= aten.mm"),
+    "fold_batch_norms": (normed, KERNEL, IMAGES, "constant: mul", "= aten.mul"),
+    "lay_out_constants": (convolved, KERNEL, IMAGES, "constant: clone", ""),
+    "constants_to_inputs": (linear, WEIGHT, FEW, "", "= get_attr"),
+}
+"""By pass: a program, its weight and input, and a text that there is with it, or without it."""
 
 
-def test_constants_are_folded_before_products_are_blocked() -> None:
-    (_, folded), (_, unfolded) = without("fold_constants", linear, WEIGHT, FEW)
-    assert "few_rows_product" in folded
-    assert "few_rows_product" not in unfolded
-
-
-def test_few_rows_are_blocked_before_inductor_packs() -> None:
-    (ops_blocked, _), (ops_packed, _) = without("block_few_rows", linear, WEIGHT, FEW)
-    assert "_reorder_linear_weight" not in ops_blocked
-    assert "_reorder_linear_weight" in ops_packed
-
-
-def test_many_rows_are_packed() -> None:
-    (ops_packed, graph), (ops_plain, plain) = without("pack_for_kernels", linear, WEIGHT, MANY)
-    assert "_reorder_linear_weight" in ops_packed
-    assert "_linear_pointwise" in graph
-    assert "_reorder_linear_weight" not in ops_plain
-    assert "aten.mm" in plain
-
-
-def test_norms_are_folded_before_weights_are_rounded() -> None:
-    images, kernel = integers(2, 8, 9, 9), integers(8, 8, 3, 3)
-    (ops_folded, graph), (_, unfolded) = without("fold_batch_norms", normed, kernel, images)
-    assert {"mul", "convert_element_type"} <= ops_folded
-    assert "mul" not in graph
-    assert "mul" in unfolded
+@pytest.mark.parametrize("name", STEPS)
+def test_each_step_is_needed(name: str) -> None:
+    """Compares the graph and the ops of its constants with and without one pass."""
+    program, weight, x, only_with, only_without = STEPS[name]
+    texts = []
+    for skipped in ((), (name,)):
+        gm, constants = packed(program, weight, x, skipped=skipped)
+        computed_once = sorted(ops(constants, gm)) if name != "constants_to_inputs" else []
+        texts.append("\n".join([*text(gm.graph), *(f"constant: {op}" for op in computed_once)]))
+    with_pass, without_pass = texts
+    for only, this, other in (
+        (only_with, with_pass, without_pass),
+        (only_without, without_pass, with_pass),
+    ):
+        assert only in this
+        assert only not in other or not only
 
 
 def test_products_are_widened_before_inductor_packs(monkeypatch: pytest.MonkeyPatch) -> None:

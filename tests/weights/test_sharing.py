@@ -21,7 +21,6 @@ from tests.weights.nets import (
     HALF,
     SIZE,
     TRAIN,
-    Net,
     Weight,
     assert_same,
     autocast,
@@ -99,29 +98,6 @@ def test_weights_made_in_inference_mode() -> None:
             assert_same(compiled(inputs()), autocast(twin, inputs()))
             for m in (model, twin):
                 m.weight.mul_(1.5)
-
-
-def test_functional_call_with_other_parameters() -> None:
-    net, twin = make_net(), make_net()
-    sets = [{k: nn.Parameter(p * s) for k, p in net.named_parameters()} for s in (1.5, 2.0, 3.0)]
-
-    def call(model: Net, parameters: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.func.functional_call(model, parameters, (x,))
-        return out
-
-    compiled = compile_amp_fx(call)
-    for i in range(6):
-        parameters = sets[i % 3]
-        out, expected = (
-            compiled(net, parameters, inputs()),
-            autocast(call, twin, parameters, inputs()),
-        )
-        assert_same(out, expected)
-        wanted = list(parameters.values())
-        assert_same(
-            torch.autograd.grad(out.sum(), wanted), torch.autograd.grad(expected.sum(), wanted)
-        )
-        wanted[0].data.mul_(1.5)
 
 
 def test_without_the_cache() -> None:
