@@ -118,19 +118,6 @@ def test_the_weights_of_attention_are_packed(dtype: torch.dtype) -> None:
     assert all(layouts.intersection(value.ops) for value in packed)
 
 
-@pytest.mark.one_in(2)
-@needs.CPP_COMPILER
-@pytest.mark.parametrize("has_gradients", [False, True])
-def test_attention_has_the_bits_of_eager_autocast(has_gradients: bool) -> None:
-    model, x = attention()
-    with torch.set_grad_enabled(has_gradients):
-        compiled = torch.compile(model, backend="amp_fx", options={"numerics": "eager"})
-        with torch.autocast("cpu", torch.bfloat16):
-            expected = model(x)
-            result = compiled(x)
-    assert torch.equal(result, expected)
-
-
 @needs.CPP_COMPILER
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("is_trained", [False, True])
@@ -145,16 +132,3 @@ def test_transposed_inputs_have_the_bits_of_eager_autocast(is_trained: bool, bia
         x = torch.randn(25, 12, 18).transpose(1, 2)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(compiled(x), layer(x))
-
-
-@pytest.mark.slow
-@needs.CPP_COMPILER
-@torch.no_grad()
-def test_dynamic_sizes() -> None:
-    model, _ = attention()
-    compiled = torch.compile(model, backend="amp_fx", dynamic=True)
-    for batch, length in ((3, 8), (5, 7), (2, 11)):
-        x = torch.randn(batch, length, 48)
-        with torch.autocast("cpu", torch.bfloat16):
-            expected = model(x)
-        assert (compiled(x) - expected).abs().max() < 0.05

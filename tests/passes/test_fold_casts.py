@@ -151,20 +151,3 @@ def test_bodies_are_folded(rng: torch.Generator) -> None:
     captured = capture_program(program, *args)
     assert fold(captured) == {"casts_shared": 1}
     assert_same_bits(run_program(captured, args), run_program(program, args, torch.bfloat16))
-
-
-NUMERIC = {
-    "leaf": twice,
-    "round trip": lambda x, w: (x @ w).float() @ x,
-    **{name: p for name, p in KEPT_UNDER_GRADIENTS.items() if p is not narrowed},
-}
-
-
-@pytest.mark.parametrize("cache_enabled", [True, False])
-@pytest.mark.parametrize("program", NUMERIC.values(), ids=NUMERIC)
-def test_numbers(rng: torch.Generator, program: Program, cache_enabled: bool) -> None:
-    args = matrices(rng)
-    captured = capture_program(program, *args)
-    fold(captured, site(cache_enabled=cache_enabled))
-    expected = run_program(program, args, torch.bfloat16, cache_enabled=cache_enabled)
-    assert_same_bits(run_program(captured, args), expected)

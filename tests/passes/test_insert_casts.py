@@ -9,26 +9,24 @@ import pytest
 import torch
 from torch._dynamo import compiled_autograd
 
-from amp_fx.backend.pipeline import captured_passes, run_passes
+from amp_fx.backend.pipeline import run_passes
 from amp_fx.errors import UnsupportedError
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.mark_regions import MarkRegions
 from amp_fx.tables.cast_policy import CastPolicy
 from tests.programs import (
     POLICY,
-    assert_same_bits,
     capture_program,
     compiled,
     graph_text,
     matrices,
-    run_program,
     run_settling,
     site,
 )
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from amp_fx.graphs.records import AutocastSite
@@ -253,53 +251,6 @@ def test_banned_op_raises(rng: torch.Generator) -> None:
     captured = capture_program(lambda x: x @ x, square(rng))
     with pytest.raises(UnsupportedError, match="aten::matmul is banned by the policy"):
         run_passes(captured.gm, (MarkRegions(site()), InsertCasts(banning)))
-
-
-def chain(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    y = linear(x, w).relu()
-    z = torch.cat([y.prod(0, keepdim=True), x]).softmax(-1)
-    return z, torch.einsum("ij,jk->ik", x, w).exp()
-
-
-NUMERIC = {
-    "chain": chain,
-    "checkpoint": checkpointed,
-    "restored inputs": lambda x, w: (x * w).addcmul(x, w) @ w,
-    "in place": lambda x, w: (x + 1).addmm_(x, w) @ w,
-    "loss": lambda x, w: torch.nn.functional.mse_loss(x @ w, w),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("program", NUMERIC.values(), ids=NUMERIC)
-def test_numbers_without_sharing(
-    rng: torch.Generator, program: Program, dtype: torch.dtype
-) -> None:
-    """Inserts one cast per use, as eager does without its cache."""
-    args: Sequence[torch.Tensor] = [square(rng), square(rng)]
-    captured = capture_program(program, *args)
-    insert(captured, site(dtype))
-    expected = run_program(program, args, dtype, cache_enabled=False)
-    assert_same_bits(run_program(captured, args), expected)
-
-
-def test_numbers_of_a_conditional(rng: torch.Generator) -> None:
-    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.cond(
-            x.sum() > 0, lambda x: x @ w, lambda x: (x @ w).sin(), (x,)
-        )
-        return result
-
-    args = [square(rng).detach(), square(rng).detach()]
-    captured = capture_program(program, *args)
-    run_passes(captured.gm, captured_passes(POLICY, site(), restores_outputs=False), check=True)
-    for sign in (1, -1):
-        x = (sign * args[0].abs(), args[1])
-        assert_same_bits(run_program(captured, x), run_program(eager_cond, x, torch.bfloat16))
-
-
-def eager_cond(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return x @ w if x.sum() > 0 else (x @ w).sin()
 
 
 def gradient(x: torch.Tensor, w: torch.Tensor, context: AbstractContextManager[Any]) -> Any:

@@ -8,19 +8,9 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from amp_fx.backend.pipeline import captured_passes, run_passes
-from amp_fx.graphs.conditions import check_graph
 from amp_fx.graphs.opaque import TRANSFORM
 from amp_fx.passes.mark_regions import MarkRegions
-from tests.programs import (
-    POLICY,
-    assert_same_bits,
-    capture_program,
-    matrices,
-    node_names,
-    run_program,
-    site,
-)
+from tests.programs import capture_program, matrices, node_names, run_settling, site
 
 if TYPE_CHECKING:
     from tests.programs import Captured
@@ -48,8 +38,7 @@ def dtypes_by_node(captured: Captured) -> dict[str, torch.dtype | None]:
 
 def test_golden(rng: torch.Generator) -> None:
     captured = capture_program(nested, *matrices(rng, 3))
-    result = MarkRegions(site()).call(captured.gm)
-    assert result.counts == {"regions": 2}
+    assert run_settling(captured.gm, [MarkRegions(site())]) == {"regions": 2}
     assert captured.text().splitlines()[1:] == [
         "matmul: f32 = matmul(x, w)",
         "matmul_1: f16 = matmul(matmul, v)",
@@ -69,7 +58,6 @@ def test_golden(rng: torch.Generator) -> None:
         "float_1": torch.bfloat16,
         "matmul_4": torch.bfloat16,
     }
-    check_graph(captured.gm, "mark_regions")
 
 
 def test_cache_setting_ends_with_its_region(rng: torch.Generator) -> None:
@@ -157,28 +145,3 @@ class Squared(torch.autograd.Function):
 def squared(x: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = Squared.apply(x)  # type: ignore[no-untyped-call]
     return result
-
-
-def test_graph_without_regions_is_not_modified(rng: torch.Generator) -> None:
-    captured = capture_program(lambda x: x @ x, *matrices(rng, 3)[:1])
-    before = captured.text()
-    assert not MarkRegions(site()).call(captured.gm).modified
-    assert captured.text() == before
-
-
-def test_second_run_changes_nothing(rng: torch.Generator) -> None:
-    captured = capture_program(nested, *matrices(rng, 3))
-    assert MarkRegions(site()).call(captured.gm).modified
-    before = dtypes_by_node(captured)
-    assert not MarkRegions(site()).call(captured.gm).modified
-    assert dtypes_by_node(captured) == before
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_numbers(rng: torch.Generator, dtype: torch.dtype) -> None:
-    args = matrices(rng, 3)
-    captured = capture_program(nested, *args)
-    run_passes(
-        captured.gm, captured_passes(POLICY, site(dtype), restores_outputs=False), check=True
-    )
-    assert_same_bits(run_program(captured, args), run_program(nested, args, dtype))

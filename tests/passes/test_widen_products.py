@@ -80,26 +80,6 @@ class Linears(nn.Module):
         return x
 
 
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class Batched(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Parameter(torch.randn(4, 16, 16) / 4) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x @ self.first) @ self.second
-
-
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -115,8 +95,6 @@ class Attention(nn.Module):
 
 PROGRAMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "linears": (Linears, (64, 32)),
-    "convolutions": (Convolutions, (2, 8, 12, 12)),
-    "batched": (Batched, (4, 24, 16)),
     "attention": (Attention, (2, 64, 32)),
 }
 
@@ -138,8 +116,6 @@ def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     [
         ("linears", FLOAT16),
         pytest.param("attention", FLOAT16, marks=pytest.mark.slow),
-        pytest.param("batched", FLOAT16, marks=pytest.mark.slow),
-        pytest.param("convolutions", FLOAT16, marks=pytest.mark.slow),
         pytest.param("linears", BFLOAT16, marks=pytest.mark.slow),
         pytest.param("attention", BFLOAT16, marks=pytest.mark.slow),
     ],
@@ -293,20 +269,6 @@ def test_onednn_says_itself_whether_it_has_kernels(isa: str, dtype: str) -> None
     assert lines[-1] == str(has_kernels), lines
 
 
-@pytest.mark.slow
-@ISAS
-def test_bits_do_not_depend_on_a_timing() -> None:
-    """Compares the decisions of two processes; with oneDNN limited to AVX2, all are wide."""
-    code = """
-        import torch
-        from amp_fx.devices.wide_products import is_wide
-        print([is_wide(kind, torch.bfloat16, 64) for kind in ("product", "convolution")])
-        """
-    first, second = (run_here(code)[-1] for _ in range(2))
-    assert first == second
-    assert run_here(code, ONEDNN_MAX_CPU_ISA="AVX2")[-1] == "[True, True]"
-
-
 def test_caches_tell_products_apart(request: pytest.FixtureRequest) -> None:
     config: Any = torch.compiler.config
     keys = []
@@ -353,14 +315,3 @@ def test_inference_keeps_weights_wide_and_fresh() -> None:
     kept = [value for value in weight_cache.stats().values if value.weights[0].endswith("weight")]
     assert {value.weights for value in kept} == {(f"layers.{i}.weight",) for i in range(3)}
     assert all(value.bytes >= 32 * 32 * 4 for value in kept)
-
-
-@pytest.mark.usefixtures("_no_units")
-def test_a_product_of_a_tensor_with_itself(targets: list[tuple[Any, torch.dtype]]) -> None:
-    options: dict[str, Any] = {"dtype": FLOAT16, "fallback": False}
-    x = torch.randn(8, 8)
-    with torch.no_grad():
-        compiled = torch.compile(lambda x: torch.mm(x, x), backend="amp_fx", options=options)
-        expected = x.half().float() @ x.half().float()
-        assert distance(compiled(x), expected) < 1e-3
-    assert targets == [(aten.mm.default, torch.float32)]

@@ -8,15 +8,7 @@ import pytest
 import torch
 
 from amp_fx.backend.pipeline import captured_passes
-from tests.programs import (
-    POLICY,
-    assert_same_bits,
-    capture_program,
-    matrices,
-    run_program,
-    run_settling,
-    site,
-)
+from tests.programs import POLICY, capture_program, matrices, run_settling, site
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -99,12 +91,3 @@ def test_opaque_nodes_where_nothing_autocasts_are_untouched(
     before = captured.text()
     assert rewrite(captured, enabled=False) == {}
     assert captured.text() == before
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_numbers(rng: torch.Generator, program: Program, dtype: torch.dtype) -> None:
-    args = matrices(rng)
-    captured = capture_program(program, *args)
-    rewrite(captured, dtype=dtype)
-    assert_same_bits(run_program(captured, args), run_program(program, args, dtype))
