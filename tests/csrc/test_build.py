@@ -184,15 +184,6 @@ def test_without_a_compiler(source: Path, folder: Path, monkeypatch: pytest.Monk
     assert csrc.load.__wrapped__() is None
 
 
-def test_one_line_says_what_is_built(source: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(2):
-        csrc.imported(NAME, source)
-    lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(lines) == 1
-    assert f"building {NAME}.cpp" in lines[0]
-    assert "python -m amp_fx build" in lines[0]
-
-
 def test_the_library_serves_other_processors(source: Path, tmp_path: Path) -> None:
     command, _ = build._command(NAME, source, str(tmp_path))
     unwanted = ("-march", "-mcpu", "-mtune", "-fopenmp", "-lgomp", "-g")

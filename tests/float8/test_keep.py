@@ -145,26 +145,6 @@ class Product(torch.nn.Module):
         return y
 
 
-def test_inference_shares_what_training_keeps(made: Counter[Any]) -> None:
-    net = make_net()
-    compiled = compile_amp_fx(net, policy=POLICY, compiler="aot_eager")
-    x = torch.randn(16, SIZE)
-    _backward(compiled(x))
-    with torch.no_grad():
-        for _ in range(3):
-            compiled(x)
-    assert sorted(made.values()) == [1, 1, 1]
-
-
-def test_bytes_are_counted() -> None:
-    weight_cache.clear()
-    net = make_net()
-    compiled = compile_amp_fx(net, policy=POLICY)
-    with torch.no_grad():
-        compiled(torch.randn(16, SIZE))
-    assert weight_cache.stats().bytes >= 2 * (SIZE * SIZE + 4 * SIZE)
-
-
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("is_trained", [True, False], ids=["train", "eval"])

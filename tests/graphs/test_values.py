@@ -13,11 +13,9 @@ from amp_fx.graphs.values import (
     analysis,
     captured_value,
     detect_fake_mode,
-    dtypes_differ,
     evaluate,
     remember_captured,
     set_value,
-    tensors_in,
     value_of,
 )
 from tests.programs import capture_program, symbolic
@@ -53,17 +51,6 @@ def test_in_place_ops_raise_the_version_of_what_they_write() -> None:
     assert value_of(x)._version == before + 1
 
 
-def test_captured_values_are_remembered_once() -> None:
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    x.meta["example_value"] = first = torch.ones(2)
-    remember_captured(graph)
-    set_value(x, torch.ones(2).half())
-    remember_captured(graph)
-    assert captured_value(x) is first
-    assert value_of(x).dtype == torch.float16
-
-
 def test_sizes_that_depend_on_data_stay_the_captured_ones() -> None:
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with mode:
@@ -73,27 +60,6 @@ def test_sizes_that_depend_on_data_stay_the_captured_ones() -> None:
         adopted = adopt_captured(captured, fresh.half())
     assert str(adopted.shape) == str(captured.shape)
     assert adopted.dtype == torch.float16
-
-
-def test_numbers_are_taken_as_captured_and_tensors_as_fresh() -> None:
-    captured, fresh = (torch.ones(2), 3), (torch.ones(2).half(), 4)
-    adopted = adopt_captured(captured, fresh)
-    assert adopted[0] is fresh[0]
-    assert adopted[1] == 3
-    assert adopt_captured(None, 5) == 5
-
-
-def test_dtypes_differ_at_any_place() -> None:
-    low, high = torch.ones(1).half(), torch.ones(1)
-    assert dtypes_differ((high, [high]), (high, [low]))
-    assert not dtypes_differ((high, [low]), [high, (low,)])
-    assert not dtypes_differ(None, low)
-    assert dtypes_differ((high,), (high, high))
-
-
-def test_tensors_in_nested_arguments_in_order() -> None:
-    first, second = torch.ones(1), torch.ones(2)
-    assert tensors_in([first, 1], {"a": (second, None)}) == [first, second]
 
 
 def node_of(target: object, *args: object, value: torch.Tensor, **kwargs: object) -> fx.Node:

@@ -311,6 +311,7 @@ def test_an_argument_is_left_alone(rng: torch.Generator) -> None:
             lambda p: p.with_ops({"softmax": "lower_precision_wide"}),
             "the supported products are aten::linear, aten::matmul",
         ),
+        (lambda p: p.with_ops({"conv2d": "lower_precision_wide"}), "does not support this policy"),
         (lambda p: p.with_dtype(torch.float64), "expected dtype to be torch.bfloat16 or"),
         (lambda _: Policy.default("gpu"), "expected device_type .*, got 'gpu'"),
         (lambda _: as_policy(3), "to be an amp_fx.Policy, the name of a preset"),

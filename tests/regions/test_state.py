@@ -41,20 +41,14 @@ def follow(regions: Sequence[dict[str, Any]]) -> tuple[AutocastState, AutocastSt
         return AutocastState.ambient(), followed
 
 
-@given(regions=st.lists(REGIONS.filter(lambda r: r["cache_enabled"] is not None), max_size=4))
-@settings(max_examples=50, deadline=None)
+@given(regions=st.lists(REGIONS, max_size=4))
+@settings(max_examples=100, deadline=None)
 def test_nested_regions_are_followed(regions: list[dict[str, Any]]) -> None:
+    """Also where a region says nothing of the cache, which stays as outside."""
     before = AutocastState.ambient()
     torchs, ours = follow(regions)
     assert ours == torchs
     assert AutocastState.ambient() == before
-
-
-@given(regions=st.lists(REGIONS, max_size=4))
-@settings(max_examples=50, deadline=None)
-def test_region_without_cache_setting_keeps_the_outer_one(regions: list[dict[str, Any]]) -> None:
-    torchs, ours = follow(regions)
-    assert ours == torchs
 
 
 def test_unsupported_dtype_warns_and_disables() -> None:

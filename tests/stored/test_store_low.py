@@ -454,17 +454,6 @@ def test_wrong_arguments_are_refused_and_nothing_changes() -> None:
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
-def test_the_report_is_data_and_a_table() -> None:
-    model = wide(depth=2)
-    report = amp_fx.store_low(model)(torch.randn(4, 256))
-    data = report.to_dict()
-    assert data["bytes"] == report.bytes == sum(w["bytes"] for w in data["weights"])
-    text = str(report)
-    assert "stored low: 4 of 8 weights" in text
-    assert "0-1.1.weight" in text
-    assert "<pre" in report._repr_html_()
-
-
 def test_a_second_call_changes_nothing() -> None:
     model, x = wide(depth=1), torch.randn(4, 256)
     amp_fx.store_low(model)(x)
