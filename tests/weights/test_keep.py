@@ -26,7 +26,7 @@ import amp_fx
 from amp_fx import weight_cache
 from amp_fx.errors import OptionError, StaleWeightError
 from amp_fx.weights.store import STORE
-from amp_fx.weights.watch import engine
+from tests.weights.cuda_like import alias
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -819,7 +819,7 @@ def test_a_write_that_began_while_nothing_was_watched_is_waited_for(first: str) 
 
     def write() -> None:
         w.data.fill_(1)
-        through = engine().alias(w.detach())
+        through = alias(w.detach())
         has_begun.set()
         while not is_called:
             time.sleep(0)

@@ -10,6 +10,7 @@ import torch
 from amp_fx.weights import store as module
 from amp_fx.weights.cache_entry import computing_values
 from amp_fx.weights.store import Store
+from amp_fx.weights.watch import engine
 from tests import needs
 from tests.weights.specs import cast_spec
 
@@ -44,16 +45,23 @@ def refresh(own: Store, weight: torch.Tensor) -> CacheEntry:
     return entry
 
 
+@pytest.mark.parametrize("is_watched_again", [False, True])
 def test_the_state_of_weights_is_recorded_before_values_are_computed(
-    own: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    is_watched_again: bool, own: Store, weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Note [Why a refresh starts before it computes] in ``weights.store``."""
+    """Note [Why a refresh starts before it computes] in ``weights.store``.
+
+    Another graph may watch the weight again before the computation ends: then only the count of
+    writes tells.
+    """
     entry = entry_of(own, weight)
     recompute: Callable[..., Any] = module.Store._recompute
 
     def write_after(this: Store, *args: Any) -> Any:
         values = recompute(this, *args)
-        weight.add_(1)
+        weight.data.add_(1)
+        if is_watched_again:
+            assert engine().watch(weight)
         return values
 
     monkeypatch.setattr(module.Store, "_recompute", write_after)
