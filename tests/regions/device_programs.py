@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import importlib
 import io
 import itertools
@@ -18,8 +16,6 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 
 import amp_fx
 from amp_fx import csrc, preset
@@ -103,6 +99,13 @@ def trained(
 
 
 @program
+def the_device_conforms() -> None:
+    """Among others regions, custom functions, checkpoints and gradients, in eager code."""
+    report = amp_fx.conformance(DEVICE)
+    assert report.passed, str(report)
+
+
+@program
 def the_lists_hold_in_eager_code() -> None:
     """Measured at the Autograd kernels, as the tables of torch's own devices are."""
     assert measured_table(DEVICE) == device_table()
@@ -155,21 +158,6 @@ def training_compiled_gives_the_bits_of_eager_training() -> None:
 
 
 @program
-def training_moves_weights_as_on_the_cpu() -> None:
-    x, y = make_inputs()
-    for dtype in LOW:
-        model = make_model()
-        with torch.autocast(DEVICE, dtype):
-            loss = F.cross_entropy(model(x), y)
-        grads = torch.autograd.grad(loss, [*model.parameters()])
-        exact = make_model().cpu()
-        loss = F.cross_entropy(exact(x.cpu()), y.cpu())
-        exact_grads = torch.autograd.grad(loss, [*exact.parameters()])
-        for grad, exact_grad in zip(grads, exact_grads, strict=True):
-            torch.testing.assert_close(grad.cpu(), exact_grad, rtol=0.05, atol=0.02)
-
-
-@program
 def cached_casts_follow_writes() -> None:
     model: Any = make_model().eval()
     run = compiled(model)
@@ -212,69 +200,6 @@ def regions_nest_and_turn_off() -> None:
     run = compiled(lambda x: list(products(x)), bare_region=False)
     assert [out.dtype for out in run(x)] == expected
     assert not torch.is_autocast_enabled(DEVICE)
-
-
-class Product(torch.autograd.Function):
-    """A product that notes the dtypes of its inputs and of autocast's state."""
-
-    seen: list[Any] = []  # noqa: RUF012
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        Product.seen.append((x.dtype, torch.is_autocast_enabled(DEVICE)))
-        ctx.save_for_backward(x, y)
-        return x @ y
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x, y = ctx.saved_tensors
-        Product.seen.append((grad.dtype, torch.is_autocast_enabled(DEVICE)))
-        return grad @ y.t(), x.t() @ grad
-
-
-@program
-def custom_functions_get_the_dtypes_that_they_name() -> None:
-    for amp in (torch.amp, amp_fx):
-        for cast, seen in ((None, (f32, True)), (f32, (f32, False)), (f16, (f16, False))):
-
-            class Decorated(Product):
-                forward = staticmethod(
-                    amp.custom_fwd(Product.forward, device_type=DEVICE, cast_inputs=cast)
-                )
-                backward = staticmethod(amp.custom_bwd(Product.backward, device_type=DEVICE))
-
-            Product.seen.clear()
-            x = torch.ones(4, 4, device=DEVICE, requires_grad=True)
-            with torch.autocast(DEVICE, bf16):
-                out: Any = Decorated.apply(x, x)  # type: ignore[no-untyped-call]
-            [grad] = torch.autograd.grad(out.sum(), x)
-            assert Product.seen[0] == seen
-            assert Product.seen[1][1] is seen[1]
-            assert grad.dtype is f32
-
-
-@program
-def checkpoints_recompute_in_the_region() -> None:
-    for dtype in LOW:
-        plain, reentrant, other = (
-            _grads_of(wrap, dtype)
-            for wrap in (
-                lambda model, x: model(x),
-                functools.partial(checkpoint, use_reentrant=True),
-                functools.partial(checkpoint, use_reentrant=False),
-            )
-        )
-        assert all(map(is_equal, plain, reentrant))
-        assert all(map(is_equal, plain, other))
-
-
-def _grads_of(call: Callable[..., torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    model = make_model()
-    x = make_inputs()[0].requires_grad_()
-    with torch.autocast(DEVICE, dtype):
-        out = call(model, x)
-    torch.autograd.backward(out.float().square().sum())
-    return [leaf.grad for leaf in (x, *model.parameters()) if leaf.grad is not None]
 
 
 @program
@@ -327,19 +252,6 @@ def state_dicts_come_back() -> None:
     assert again.state_dict() == scaler.state_dict()
     with torch.no_grad(), torch.autocast(DEVICE, f16):
         assert is_equal(run(x), compiled(other)(x))
-
-
-@program
-def a_data_loader_feeds_the_device() -> None:
-    torch.manual_seed(0)
-    data = TensorDataset(torch.randn(8, 3, 2), torch.randint(2, (8,)))
-    model = make_model()
-    run = compiled(model)
-    for batch in DataLoader(data, batch_size=4):
-        x, y = (tensor.to(DEVICE, non_blocking=True) for tensor in batch)
-        with torch.autocast(DEVICE, bf16):
-            loss = F.cross_entropy(run(x), y)
-            assert is_equal(loss, F.cross_entropy(model(x), y))
 
 
 @program
@@ -409,12 +321,3 @@ def a_backend_of_dynamo_gets_the_graph_with_its_casts() -> None:
     with torch.autocast(DEVICE, bf16):
         assert is_equal(run(x), model(x))
     assert "_to_copy" in graphs[0].code
-
-
-@program
-def copies_leave_weights_alone() -> None:
-    model = make_model()
-    other = copy.deepcopy(model)
-    x, _ = make_inputs()
-    with torch.autocast(DEVICE, bf16):
-        assert is_equal(compiled(model)(x), compiled(other)(x))

@@ -178,11 +178,18 @@ def test_what_needs_no_packing_is_made_once() -> None:
 @needs.FROZEN_GRAPHS
 @torch.no_grad()
 def test_two_programs_of_a_model_share_values_until_their_code_goes() -> None:
-    models = [wide_net() for _ in range(2)]
+    """What one of them computes again after a write is bound to the code of the other, too."""
+    models, x = [wide_net() for _ in range(2)], random(2 * MAX_ROWS, WIDTH)
     for model in models:
+        programs = []
         for added in (1, 2):
             program = functools.partial(lambda model, added, x: model(x) + added, model, added)
-            compile_amp_fx(program, compiler="inductor")(random(4, WIDTH))
+            programs.append(compile_amp_fx(program, compiler="inductor"))
+        for factor in (1.0, -2.0, 0.5):
+            model[0].weight.data.mul_(factor)
+            first, second, third = (programs[i](x) for i in (0, 1, 0))
+            assert_same(first, third)
+            torch.testing.assert_close(second, first + 1)
     assert weight_cache.stats().bytes == 2 * LOW_BYTES
     torch._dynamo.reset()
     gc.collect()

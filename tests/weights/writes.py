@@ -7,7 +7,6 @@ storages, some create their storage. Each is listed under the signal that report
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import functools
 import tempfile
@@ -35,7 +34,7 @@ WRITES: dict[str, Write] = {}
 HARD_WRITES: dict[str, Write] = {}
 """Those whose signal is neither a request for a pointer nor another place."""
 
-NEVER_KEPT = ("numpy_backed", "buffer_backed", "mapped_file")
+NEVER_KEPT = ("numpy_backed", "mapped_file")
 """Those to memory that PyTorch did not allocate: nothing is kept of such a weight."""
 
 SIGNALS: dict[str, list[str]] = {
@@ -155,13 +154,6 @@ def _in_thread(change: Callable[[], Any]) -> None:
 @_write("place")
 def parameter_replaced(net: Net, i: int) -> None:
     net.a.weight = nn.Parameter(other(i))
-
-
-@_write("place")
-def layer_replaced(net: Net, i: int) -> None:
-    net.a = nn.Linear(SIZE, SIZE)
-    net.a.weight.data.copy_(other(i))
-    net.a.bias.data.copy_(other(i, SIZE))
 
 
 @_write("place")
@@ -322,18 +314,6 @@ def averages_swapped_by_pointer(net: Net) -> Step:
     return step
 
 
-@_prepared("storage")
-def averages_by_torch(net: Net) -> Step:
-    averaged = torch.optim.swa_utils.AveragedModel(net)
-
-    def step(i: int) -> None:
-        net.a.weight.data.copy_(other(i))
-        averaged.update_parameters(net)
-        net.load_state_dict(averaged.module.state_dict())
-
-    return step
-
-
 @_prepared("place")
 def double_buffer(net: Net) -> Step:
     """Two slices of one flat buffer by turns, the idle one written in between."""
@@ -483,17 +463,6 @@ def numpy_backed(net: Net) -> Step:
     return step
 
 
-@_prepared("storage")
-def buffer_backed(net: Net) -> Step:
-    memory = bytearray(net.a.weight.detach().numpy().tobytes())
-    net.a.weight.data = torch.frombuffer(memory, dtype=torch.float32).view(SIZE, SIZE)
-
-    def step(i: int) -> None:
-        memory[:] = other(i).numpy().tobytes()
-
-    return step
-
-
 @_prepared("place")
 def swapped_with_another_model(net: Net) -> Step:
     """Two models exchange the storages of their weights; both have cached values."""
@@ -511,30 +480,6 @@ def _compiled_rival() -> tuple[Net, Callable[[], Any]]:
     compiled = torch.no_grad()(compile_amp_fx(rival))
     compiled(inputs())
     return rival, lambda: compiled(inputs())
-
-
-@_prepared("storage")
-def momentum_on_data(net: Net) -> Step:
-    """An optimizer of a third party, in the style of old ones."""
-    momenta = [torch.zeros_like(p) for p in net.parameters()]
-
-    def step(i: int) -> None:
-        for parameter, momentum in zip(net.parameters(), momenta, strict=True):
-            momentum.mul_(0.9).add_(other(i, *parameter.shape))
-            parameter.data.add_(momentum, alpha=-0.1)
-
-    return step
-
-
-@_prepared("place")
-def deepcopied_and_loaded(net: Net) -> Step:
-    def step(i: int) -> None:
-        clone = copy.deepcopy(net)
-        clone.a.weight.data.copy_(other(i))
-        for mine, theirs in zip(net.parameters(), clone.parameters(), strict=True):
-            mine.data = theirs.data
-
-    return step
 
 
 def _compiled_write(name: str, compile_write: Callable[[Any], Any]) -> None:
