@@ -24,6 +24,9 @@ from amp_fx.weights import inputs, pack, plan, prepare, store, write_signals
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+SOURCE = csrc.SOURCE
+"""The sound source: ``plant`` replaces it."""
+
 IN_CPP: dict[str, tuple[str, str]] = {
     "version": ("version_of(weight) == version;", "true;"),
     "count of writes": ("seen != 0 && seen == record->writes &&", "seen != 0 &&"),
@@ -78,9 +81,9 @@ def plant(name: str) -> None:
         setattr(owner, attribute, value)
     if name in IN_CPP:
         before, after = IN_CPP[name]
-        source = csrc.SOURCE.read_text()
+        source = SOURCE.read_text()
         assert source.count(before) == 1, before
-        csrc.SOURCE = Path(tempfile.mkdtemp()) / csrc.SOURCE.name
+        csrc.SOURCE = Path(tempfile.mkdtemp()) / SOURCE.name
         csrc.SOURCE.write_text(source.replace(before, after))
 
 

@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, Phase, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from amp_fx import csrc
 from amp_fx.weights.read_only import CHECK_ENVIRONMENT
 from tests import needs
 from tests.weights import planted
@@ -418,7 +417,7 @@ def test_programs_that_write_their_weights() -> None:
 
 
 def test_faults_can_be_planted() -> None:
-    source = csrc.SOURCE.read_text()
+    source = planted.SOURCE.read_text()
     assert all(source.count(text) == 1 for text, _ in planted.IN_CPP.values())
     attributes = [pair[:2] for pairs in planted.IN_PYTHON.values() for pair in pairs]
     assert all(hasattr(owner, name) for owner, name in attributes)

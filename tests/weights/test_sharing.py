@@ -186,7 +186,7 @@ def test_two_programs_of_a_model_share_values_until_their_code_goes() -> None:
             program = functools.partial(lambda model, added, x: model(x) + added, model, added)
             programs.append(compile_amp_fx(program, compiler="inductor"))
         for factor in (1.0, -2.0, 0.5):
-            model[0].weight.data.mul_(factor)
+            model.get_parameter("0.weight").data.mul_(factor)
             first, second, third = (programs[i](x) for i in (0, 1, 0))
             assert_same(first, third)
             torch.testing.assert_close(second, first + 1)

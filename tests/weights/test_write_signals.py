@@ -118,7 +118,7 @@ def test_a_step_is_noticed_whatever_it_writes_with(is_compiling: bool) -> None:
     """Also while another thread compiles."""
     net, other = make_net(), make_net()
     steps = [write_called("optimizer_with_a_kernel_of_its_own")(each) for each in (net, other)]
-    p = net.a.weight
+    p = net.a.get_parameter("weight")
     entry, version = kept(p), p._version
     steps[1](0)  # of other weights
     torch._foreach_mul_([torch.ones(SHAPE)], 2.0)
