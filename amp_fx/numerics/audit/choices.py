@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -80,10 +80,9 @@ class ChoiceRule(Rule):
         self._num_roots = 0
         self._found: dict[Choice, Event] = {}
 
-    def after(self, event: Event, before: Any) -> None:
+    def forward(self, event: Event) -> None:
         """Follows choices to the data that they move."""
-        del before
-        if event.stage != "forward" or not event.results:
+        if not event.results:
             return
         choice = next(filter(None, map(self._choices.get, event.tensors)), None)
         if choice is not None:

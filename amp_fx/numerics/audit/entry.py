@@ -14,6 +14,7 @@ from amp_fx.front.settings import unwrap
 from amp_fx.numerics.asked import name_of
 from amp_fx.numerics.audit.choices import ChoiceRule
 from amp_fx.numerics.audit.recording import Auditor
+from amp_fx.numerics.audit.regions import Regions
 from amp_fx.numerics.audit.report import AuditReport, merged
 from amp_fx.numerics.audit.rounding import IntegerRule, LossRule, Roundings, UpcastRule
 from amp_fx.numerics.audit.sums import CollectiveRule, GradientRule
@@ -30,6 +31,8 @@ from amp_fx.second_call import takes_inputs_later
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from amp_fx.numerics.audit.recording import Rule
 
 
 @takes_inputs_later
@@ -69,122 +72,99 @@ def audit(
     def audit_call(*args: Any, **kwargs: Any) -> AuditReport:
         with working(f"auditing {name_of(target)}"):
             program = Step(target, args, kwargs, held=filter(None, (optimizer, scaler)))
-            return _Audit(program, optimizer, scaler).run(call)
+            with program.undisturbed(is_eager=True):
+                try:
+                    return _observed(program, call, optimizer, scaler, counts_saved=True)
+                except RuntimeError as error:
+                    if "saved tensor hooks" not in str(error):
+                        raise
+                program.restart()  # hooks on saved tensors cannot be used in the step
+                return _observed(program, call, optimizer, scaler, counts_saved=False)
 
     return audit_call
 
 
-class _Audit:
-    """One run of a step under all rules."""
-
-    def __init__(
-        self,
-        program: Step,
-        optimizer: torch.optim.Optimizer | None,
-        scaler: torch.amp.GradScaler | None,
-    ) -> None:
-        known = [*known_to(program.function), optimizer, scaler]
-        self.program, self.optimizer, self.scaler = program, optimizer, scaler
-        self.modules = modules_of(program.function)
-        self.optimizers = [v for v in known if isinstance(v, torch.optim.Optimizer)]
-        self.scalers = [v for v in known if isinstance(v, torch.amp.GradScaler)]
-
-    def run(self, call: Callable[..., Any]) -> AuditReport:
-        """Runs the step, a second time if hooks on saved tensors cannot be used in it."""
-        with self.program.undisturbed(is_eager=True):
-            try:
-                return self._observe(call, counts_saved=True)
-            except RuntimeError as error:
-                if "saved tensor hooks" not in str(error):
-                    raise
-            self.program.restart()
-            return self._observe(call, counts_saved=False)
-
-    def _observe(self, call: Callable[..., Any], *, counts_saved: bool) -> AuditReport:
-        program = self.program
-        auditor = Auditor()
-        recorder = Recorder(program.guard, program.paths, auditor)
-        weights = self._weights()
-        program.guard.note_inputs([w for w in weights if w.is_leaf])
-        updates, roundings = UpdateRule(auditor), Roundings()
-        losses = LossRule(roundings)
-        auditor.rules += [
-            losses,
-            ChoiceRule(roundings),
-            UpcastRule(roundings),
-            IntegerRule(),
-            roundings,
-            GradientRule(auditor, weights),
-            CollectiveRule(auditor),
-            RegionRule(auditor),
-            LowWeightRule(auditor, parameters_of(*self.optimizers) or weights),
-            updates,
-            RunningValueRule(auditor, leaf_tensors((program.args, program.kwargs))),
-            ScalerRule(auditor, self.scalers),
-        ]
-        hooks = contextlib.nullcontext() if not counts_saved else _saved_by(auditor)
+def _observed(
+    program: Step,
+    call: Callable[..., Any],
+    optimizer: torch.optim.Optimizer | None,
+    scaler: torch.amp.GradScaler | None,
+    *,
+    counts_saved: bool,
+) -> AuditReport:
+    """Runs the step under all rules."""
+    regions = Regions()
+    rules = _rules(program, regions, [*known_to(program.function), optimizer, scaler])
+    auditor = Auditor(regions, rules)
+    recorder = Recorder(program.guard, program.paths, auditor)
+    hooks = contextlib.nullcontext() if not counts_saved else _saved_by(auditor)
+    torch.clear_autocast_cache()
+    try:
+        with regions.followed(), regions_of_compiled(program.function), hooks, recorder.observing():
+            loss = loss_of(program.call(call), None)
+            value = None if loss is None else loss.detach().clone()
+            regions.close()
+            with no_autocast():
+                _finish(auditor, loss, optimizer, scaler)
+    finally:
         torch.clear_autocast_cache()
-        try:
-            with (
-                auditor.regions,
-                regions_of_compiled(program.function),
-                hooks,
-                recorder.observing(),
-            ):
-                loss = loss_of(program.call(call), None)
-                value = None if loss is None else loss.detach().clone()
-                auditor.regions.close()
-                with no_autocast():
-                    self._finish(auditor, loss, updates)
-        finally:
-            torch.clear_autocast_cache()
-        self._count(auditor)
-        return AuditReport(
-            model=name_of(program.function),
-            loss=None if value is None else float(value),
-            findings=merged(found for rule in auditor.rules for found in rule.findings()),
-            uses=auditor.uses.listed(),
-        )
+    auditor.count_members(modules_of(program.function))
+    return AuditReport(
+        model=name_of(program.function),
+        loss=None if value is None else float(value),
+        findings=merged(found for rule in rules for found in rule.findings()),
+        uses=auditor.uses.listed(),
+    )
 
-    def _finish(self, auditor: Auditor, loss: torch.Tensor | None, updates: UpdateRule) -> None:
-        """Calls the backward and steps the optimizer, if the step has not done so."""
-        if not auditor.num_backwards:
-            if loss is None or not loss.requires_grad:
-                raise UnsupportedError(
-                    "the step neither calls backward() nor returns a loss, a floating-point scalar "
-                    "that requires gradients: give amp_fx.audit a whole training step"
-                )
-            if self.optimizer is not None:
-                self.optimizer.zero_grad()
-            scaled = loss if self.scaler is None else self.scaler.scale(loss)
-            torch.autograd.backward(scaled)
-        if self.optimizer is None or updates.num_steps:
-            return
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
 
-    def _weights(self) -> list[torch.Tensor]:
-        """Returns the parameters of the step's modules, and other leaves that it knows."""
-        parameters = [p for module in self.modules for p in module.parameters()]
-        return list(
-            dict.fromkeys(
-                [*parameters, *leaves_of(self.program.function), *parameters_of(*self.optimizers)]
+def _rules(program: Step, regions: Regions, known: list[Any]) -> list[Rule]:
+    """Returns the rules, given the values that the step knows."""
+    optimizers = [value for value in known if isinstance(value, torch.optim.Optimizer)]
+    scalers = [value for value in known if isinstance(value, torch.amp.GradScaler)]
+    parameters = [p for module in modules_of(program.function) for p in module.parameters()]
+    trained = parameters_of(*optimizers)
+    weights = [*dict.fromkeys([*parameters, *leaves_of(program.function), *trained])]
+    program.guard.note_inputs([weight for weight in weights if weight.is_leaf])
+    roundings = Roundings()
+    return [
+        LossRule(roundings),
+        ChoiceRule(roundings),
+        UpcastRule(roundings),
+        IntegerRule(),
+        roundings,
+        GradientRule(weights),
+        CollectiveRule(),
+        RegionRule(regions),
+        LowWeightRule(trained or weights),
+        UpdateRule(),
+        RunningValueRule(leaf_tensors((program.args, program.kwargs))),
+        ScalerRule(scalers),
+    ]
+
+
+def _finish(
+    auditor: Auditor,
+    loss: torch.Tensor | None,
+    optimizer: torch.optim.Optimizer | None,
+    scaler: torch.amp.GradScaler | None,
+) -> None:
+    """Calls the backward and steps the optimizer, if the step has not done so."""
+    if not auditor.num_backwards:
+        if loss is None or not loss.requires_grad:
+            raise UnsupportedError(
+                "the step neither calls backward() nor returns a loss, a floating-point scalar "
+                "that requires gradients: give amp_fx.audit a whole training step"
             )
-        )
-
-    def _count(self, auditor: Auditor) -> None:
-        """Counts parameters and buffers by dtype and module."""
-        members = [
-            (what, tensor)
-            for root in self.modules
-            for what, tensors in (("parameters", root.parameters()), ("buffers", root.buffers()))
-            for tensor in tensors
-        ]
-        for what, tensor in dict.fromkeys(members):
-            auditor.uses.add(what, [tensor], auditor.recorder.places.module_of(tensor))
+        if optimizer is not None:
+            optimizer.zero_grad()
+        torch.autograd.backward(loss if scaler is None else scaler.scale(loss))
+    if optimizer is None or auditor.num_updates:
+        return
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
 
 
 @contextlib.contextmanager

@@ -10,10 +10,11 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.dtypes import dtype_name
-from amp_fx.numerics.audit.regions import Regions
+from amp_fx.explanation.running import leaf_tensors
 from amp_fx.numerics.audit.report import Use
 from amp_fx.observe.ops import is_tracked
 from amp_fx.observe.recorder import Event, Recorder, Sink
+from amp_fx.observe.state import parameters_of
 from amp_fx.observe.storages import Marks
 
 if TYPE_CHECKING:
@@ -21,11 +22,18 @@ if TYPE_CHECKING:
 
     import torch
 
+    from amp_fx.numerics.audit.regions import Regions
     from amp_fx.numerics.audit.report import Finding
 
 
 class Rule(Sink):
     """A group of findings that a step is examined for."""
+
+    def forward(self, event: Event) -> None:
+        """Examines an op of the forward that is no view."""
+
+    def backward(self, event: Event) -> None:
+        """Examines an op of a backward."""
 
     @functools.cached_property
     def found(self) -> list[Finding]:
@@ -85,6 +93,9 @@ KINDS = (
 COLLECTIVES = ("c10d", "_c10d_functional")
 """Namespaces of collectives."""
 
+LEAF = "torch::autograd::AccumulateGrad"
+"""The node of autograd that adds to the gradient of a leaf."""
+
 
 class Uses:
     """Counts of tensors and ops by kind, dtype and module."""
@@ -110,19 +121,30 @@ class Uses:
 
 
 class Auditor(Sink):
-    """Counts the ops of a step, and passes them to rules."""
+    """Counts the tensors and ops of a step, and passes the ops to rules.
 
-    def __init__(self) -> None:
+    Args:
+        regions: The regions of the step.
+        rules: The rules.
+
+    Attributes:
+        uses: The counts.
+        num_backwards: The number of ops of a backward.
+        num_updates: The number of steps of optimizers.
+    """
+
+    def __init__(self, regions: Regions, rules: list[Rule]) -> None:
         self.uses = Uses()
-        self.rules: list[Rule] = []
-        self.num_backwards = 0
-        """The number of ops of a backward."""
+        self.num_backwards = self.num_updates = 0
+        self._regions, self._rules = regions, rules
+        self._leaves: set[int] = set()
         self._saved: Marks[None] = Marks()
 
     def begin(self, recorder: Recorder) -> None:
-        """Keeps the recorder."""
+        """Passes on the recorder."""
         super().begin(recorder)
-        self.regions = Regions(recorder.here)
+        for sink in (self._regions, *self._rules):
+            sink.begin(recorder)
 
     def after(self, event: Event, before: Any) -> None:
         """Counts an op and passes it to the rules, which get views only in a backward.
@@ -137,7 +159,7 @@ class Auditor(Sink):
         if event.stage != "backward" and event.node is not None:
             return  # a checkpoint repeats the op
         device = next((t.device.type for t in event.tensors), "cpu")
-        event.region = self.regions.innermost(device)
+        event.region = self._regions.innermost(device)
         tensors, module = event.tensors + event.results, event.location.module
         if event.flops or event.name.startswith("_scaled_dot_product"):
             self.uses.add("products", tensors, module, event.flops)
@@ -147,18 +169,44 @@ class Auditor(Sink):
             self.uses.add("collectives", event.tensors, module)
         if not all(map(is_tracked, tensors)) or (event.facts.is_view and event.stage != "backward"):
             return
-        for rule in self.rules:
-            rule.after(event, None)
+        if event.stage == "backward":
+            self._count_gradient(event)
+        for rule in self._rules:
+            examine = rule.backward if event.stage == "backward" else rule.forward
+            examine(event)
+
+    def _count_gradient(self, event: Event) -> None:
+        """Counts the gradient that an op writes to a leaf."""
+        if event.floats and event.node.name() == LEAF:
+            variable = event.node.variable
+            if id(variable) not in self._leaves:
+                self._leaves.add(id(variable))
+                module = self.recorder.places.module_of(variable)
+                self.uses.add("gradients", event.floats[:1], module)
 
     def root(self, root: torch.Tensor) -> None:
         """Passes on what a backward begins with."""
-        for rule in self.rules:
+        for rule in self._rules:
             rule.root(root)
 
     def update(self, optimizer: torch.optim.Optimizer, *, is_over: bool) -> None:
-        """Passes on the steps of optimizers."""
-        for rule in self.rules:
+        """Passes on the steps of optimizers, and counts their states."""
+        self.num_updates += is_over
+        for parameter in parameters_of(optimizer) if is_over else ():
+            module = self.recorder.places.module_of(parameter)
+            for tensor in leaf_tensors(dict(optimizer.state.get(parameter, {}))):
+                if tensor.numel() > 1:
+                    self.uses.add("optimizer states", [tensor], module)
+        for rule in self._rules:
             rule.update(optimizer, is_over=is_over)
+
+    def count_members(self, modules: list[torch.nn.Module]) -> None:
+        """Counts the parameters and buffers of modules."""
+        parameters = (tensor for module in modules for tensor in module.parameters())
+        buffers = (tensor for module in modules for tensor in module.buffers())
+        for what, tensors in (("parameters", parameters), ("buffers", buffers)):
+            for tensor in dict.fromkeys(tensors):
+                self.uses.add(what, [tensor], self.recorder.places.module_of(tensor))
 
     def save(self, tensor: torch.Tensor) -> torch.Tensor:
         """Counts a tensor that autograd saves for the backward."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
@@ -9,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from amp_fx.graphs.locations import NodeLocation
+from amp_fx.observe.recorder import Sink
 from amp_fx.regions.state import autocast_device_types
+from amp_fx.replaced import replaced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 @dataclasses.dataclass(eq=False)
@@ -35,33 +38,31 @@ class Region:
     site: NodeLocation
 
 
-class Regions:
-    """Context manager that observes each autocast region while it is active.
+class Regions(Sink):
+    """The autocast regions that a step is in.
 
     Below the dispatcher, autocast is off whatever the region is, so the state cannot be read
     there. Every region, also of ``amp_fx.autocast`` and of checkpoints, is entered by
     ``torch.autocast.__enter__``; this class replaces it meanwhile.
     """
 
-    def __init__(self, here: Callable[[], NodeLocation]) -> None:
-        self._here = here
+    def __init__(self) -> None:
         self.entered: list[Region] = []
         """The regions that the step is in, outermost first."""
-        self._replaced: dict[str, Any] = {}
 
-    def __enter__(self) -> Regions:
+    @contextlib.contextmanager
+    def followed(self) -> Iterator[None]:
+        """Context manager that observes each region."""
         for device_type in autocast_device_types():
             if torch.is_autocast_enabled(device_type):
                 dtype = torch.get_autocast_dtype(device_type)
                 self.entered.append(Region(device_type, dtype, True, True, NodeLocation()))
-        self._replace("__init__", self._created)
-        self._replace("__enter__", self._entering)
-        self._replace("__exit__", self._leaving)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for name, method in self._replaced.items():
-            setattr(torch.autocast, name, method)
+        with replaced(
+            (torch.autocast, "__init__", _after(self._created, torch.autocast.__init__)),
+            (torch.autocast, "__enter__", _after(self._entering, torch.autocast.__enter__)),
+            (torch.autocast, "__exit__", _after(self._leaving, torch.autocast.__exit__)),
+        ):
+            yield
 
     def close(self) -> None:
         """Forgets the regions around the audit, for code that runs outside of regions."""
@@ -78,16 +79,6 @@ class Regions:
         enabled = (r for r in reversed(around) if r.is_enabled)
         return next((r for r in enabled if r.device_type == inner.device_type), None)
 
-    def _replace(self, name: str, before: Callable[..., None]) -> None:
-        method = self._replaced[name] = vars(torch.autocast)[name]
-
-        @functools.wraps(method)
-        def replacement(region: torch.autocast, *args: Any, **kwargs: Any) -> Any:
-            before(region, *args, **kwargs)
-            return method(region, *args, **kwargs)
-
-        setattr(torch.autocast, name, replacement)
-
     def _created(self, region: torch.autocast, *args: Any, **kwargs: Any) -> None:
         positional = args[2] if len(args) > 2 else True
         vars(region)["_amp_fx_is_asked"] = kwargs.get("enabled", positional)
@@ -97,9 +88,20 @@ class Regions:
         is_asked = bool(vars(region).get("_amp_fx_is_asked", enabled))
         dtype = region.fast_dtype
         assert dtype is not None
-        self.entered.append(Region(region.device, dtype, enabled, is_asked, self._here()))
+        self.entered.append(Region(region.device, dtype, enabled, is_asked, self.recorder.here()))
 
     def _leaving(self, region: torch.autocast, *_: object) -> None:
         del region
         if self.entered:
             self.entered.pop()
+
+
+def _after(before: Callable[..., None], method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method that calls another function first."""
+
+    @functools.wraps(method)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        return method(*args, **kwargs)
+
+    return replacement

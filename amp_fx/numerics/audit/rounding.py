@@ -7,7 +7,7 @@ The function of torch that the program called distinguishes a cast in the progra
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -95,11 +95,10 @@ class Roundings(Rule):
             tensor, Rounded(tensor.dtype) if is_below_float32(tensor.dtype) else None
         )
 
-    def after(self, event: Event, before: Any) -> None:
+    def forward(self, event: Event) -> None:
         """Notes the rounding of the result of an op."""
-        del before
         result = event.results[0] if event.results else None
-        if event.stage != "forward" or result is None or not result.is_floating_point():
+        if result is None or not result.is_floating_point():
             return
         floats = [tensor for tensor in event.floats if tensor.dim() or len(event.floats) == 1]
         found = [self.of(tensor) for tensor in floats]
@@ -151,11 +150,8 @@ class LossRule(Rule):
         self._roundings = roundings
         self._parts: Marks[_LowPart] = Marks()
 
-    def after(self, event: Event, before: Any) -> None:
+    def forward(self, event: Event) -> None:
         """Examines the inputs of losses and norms."""
-        del before
-        if event.stage != "forward":
-            return
         # A norm by hand ends in a reciprocal root.
         name = event.function
         is_loss = name in LOSSES or name.endswith("_loss") or name == "rsqrt"
@@ -223,10 +219,9 @@ class IntegerRule(Rule):
     def __init__(self) -> None:
         self._rounded: Marks[tuple[float, torch.dtype, NodeLocation]] = Marks()
 
-    def after(self, event: Event, before: Any) -> None:
+    def forward(self, event: Event) -> None:
         """Examines casts of integers, and the products that they enter."""
-        del before
-        if event.stage != "forward" or not event.results:
+        if not event.results:
             return
         result = event.results[0]
         if event.name == "_to_copy" and is_below_float32(result.dtype):
@@ -304,10 +299,9 @@ class UpcastRule(Rule):
         self._marks: Marks[Upcast] = Marks()
         self._upcasts: list[Upcast] = []
 
-    def after(self, event: Event, before: Any) -> None:
+    def forward(self, event: Event) -> None:
         """Notes casts to float32, and the ops that use their results."""
-        del before
-        if event.stage != "forward" or not event.results:
+        if not event.results:
             return
         result = event.results[0]
         for tensor in event.tensors:

@@ -9,7 +9,7 @@ import torch.distributed
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.collectives import group_of
-from amp_fx.numerics.audit.recording import COLLECTIVES, Rule, is_below_float32
+from amp_fx.numerics.audit.recording import COLLECTIVES, LEAF, Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
 from amp_fx.observe.ops import is_custom
 from amp_fx.observe.places import frames_above
@@ -19,37 +19,32 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from amp_fx.graphs.locations import NodeLocation
-    from amp_fx.numerics.audit.recording import Auditor
     from amp_fx.numerics.audit.report import Finding
     from amp_fx.observe.recorder import Event
 
-LEAF = "torch::autograd::AccumulateGrad"
-"""The node of autograd that adds to the gradient of a leaf."""
-
 
 class GradientRule(Rule):
-    """Finds ``gradient_sum_low``, and counts gradients by dtype.
+    """Finds ``gradient_sum_low``.
 
     Autograd adds the gradients of several uses of a tensor before the node that made the tensor
     runs: for a weight, the cast of autocast, or the leaf itself.
     """
 
-    def __init__(self, auditor: Auditor, weights: list[torch.Tensor]) -> None:
-        self._auditor = auditor
+    def __init__(self, weights: list[torch.Tensor]) -> None:
         self._weights = {id(weight) for weight in weights}
-        self._counted: set[int] = set()
         self._num_terms: Marks[int] = Marks()
         self._first_use: dict[int, NodeLocation] = {}
         self._found: dict[tuple[int, str], Finding] = {}
 
-    def after(self, event: Event, before: Any) -> None:
-        """Examines the ops of a backward that add, and those that write gradients."""
-        del before
-        if event.stage == "forward":
-            for tensor in event.tensors:
-                if tensor.is_leaf and tensor.requires_grad:
-                    self._first_use.setdefault(id(tensor), event.location)
-        if event.stage != "backward" or not event.floats:
+    def forward(self, event: Event) -> None:
+        """Notes the first use of each leaf."""
+        for tensor in event.tensors:
+            if tensor.is_leaf and tensor.requires_grad:
+                self._first_use.setdefault(id(tensor), event.location)
+
+    def backward(self, event: Event) -> None:
+        """Examines the ops that add, and those that write gradients."""
+        if not event.floats:
             return
         is_add = event.name == "add" and len(event.floats) == 2
         is_add = is_add and event.floats[0].shape == event.floats[1].shape
@@ -72,10 +67,6 @@ class GradientRule(Rule):
             self._add(event.floats[0], variable, "uses")
 
     def _see_leaf(self, event: Event, variable: torch.Tensor, *, is_add: bool) -> None:
-        if id(variable) not in self._counted:
-            self._counted.add(id(variable))
-            module = self._auditor.recorder.places.module_of(variable)
-            self._auditor.uses.add("gradients", event.floats[:1], module)
         if is_add and event.op._schema.is_mutable:
             self._add_terms(event)
             self._add(event.results[0], variable, "micro-batches")
@@ -90,13 +81,13 @@ class GradientRule(Rule):
     def _add(self, low: torch.Tensor, variable: torch.Tensor, what: str) -> None:
         if id(variable) not in self._weights and not isinstance(variable, torch.nn.Parameter):
             return  # an input of the step
-        name = self._auditor.recorder.places.path_of(variable)
+        name = self.recorder.places.path_of(variable)
         site = self._first_use.get(id(variable)) if what == "uses" else None
         message = (
             f"The gradients of {self._num_terms.get(low)} {what} of {name} are added in "
             f"{dtype_name(low.dtype)}: {_error_of(low.dtype)}."
         )
-        found_now = new_finding("gradient_sum_low", site or self._auditor.recorder.here(), message)
+        found_now = new_finding("gradient_sum_low", site or self.recorder.here(), message)
         self._found[id(variable), what] = found_now
 
     def findings(self) -> Iterator[Finding]:
@@ -111,12 +102,8 @@ def _error_of(dtype: torch.dtype) -> str:
 class CollectiveRule(Rule):
     """Finds ``reduction_low``."""
 
-    def __init__(self, auditor: Auditor) -> None:
-        self._auditor = auditor
-
-    def after(self, event: Event, before: Any) -> None:
+    def forward(self, event: Event) -> None:
         """Examines a collective."""
-        del before
         namespace = event.op.namespace
         if namespace not in COLLECTIVES or "reduce" not in event.name or not event.floats:
             return
@@ -131,8 +118,10 @@ class CollectiveRule(Rule):
             f"{_error_of(tensor.dtype)}."
         )
         is_known = event.location.file and not is_custom(event.node)
-        site = event.location if is_known else self._auditor.recorder.here()
+        site = event.location if is_known else self.recorder.here()
         self.found.append(new_finding("reduction_low", site, message))
+
+    backward = forward
 
 
 def _is_sum(args: tuple[Any, ...]) -> bool:

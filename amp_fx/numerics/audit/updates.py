@@ -17,13 +17,11 @@ from amp_fx.numerics.audit.report import new_finding
 from amp_fx.observe.ops import is_tracked
 from amp_fx.observe.state import parameters_of
 from amp_fx.observe.storages import address_of
-from amp_fx.torch_private import pytree
 from amp_fx.weights.spread import part_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from amp_fx.numerics.audit.recording import Auditor
     from amp_fx.numerics.audit.report import Finding
     from amp_fx.observe.recorder import Event
 
@@ -55,26 +53,23 @@ class _Before:
 
 
 class UpdateRule(Rule):
-    """Finds ``update_lost`` and ``state_low``, and counts optimizer states by dtype.
+    """Finds ``update_lost`` and ``state_low``.
 
     A twin of the optimizer takes the same step in float64. An update is lost if it is smaller than
     half a unit in the last place of the weight, so that the weight does not change. Optimizers
     with float32 copies, compensated sums or stochastic rounding lose nothing.
     """
 
-    def __init__(self, auditor: Auditor) -> None:
-        self._auditor = auditor
+    def __init__(self) -> None:
         self._before: dict[int, tuple[list[_Before], Any]] = {}
         self._site = NodeLocation()
-        self.num_steps = 0
 
     def update(self, optimizer: torch.optim.Optimizer, *, is_over: bool) -> None:
         """Compares the weights and states after a step with those before."""
         if is_over:
             self._end(optimizer)
         else:
-            self._site = self._auditor.recorder.here()
-            self.num_steps += 1
+            self._site = self.recorder.here()
             self._before[id(optimizer)] = self._prepare(optimizer)
 
     def _prepare(self, optimizer: Any) -> tuple[list[_Before], Any]:
@@ -94,18 +89,13 @@ class UpdateRule(Rule):
         found = []
         for parameter in low:
             state = {k: v.clone() for k, v in _state_of(optimizer, parameter).items()}
-            name = self._auditor.recorder.places.path_of(parameter)
+            name = self.recorder.places.path_of(parameter)
             value = part_of(parameter).clone()
             found.append(_Before(name, parameter, value, state, twins[parameter]))
         return found, twin
 
     def _end(self, optimizer: Any) -> None:
         before, twin = self._before.pop(id(optimizer), ([], None))
-        for parameter in parameters_of(optimizer):
-            state = dict(optimizer.state.get(parameter, {}))
-            for tensor in filter(_is_tensor, pytree.tree_leaves(state)):
-                module = self._auditor.recorder.places.module_of(parameter)
-                self._auditor.uses.add("optimizer states", [tensor], module)
         if before:
             _step(twin)
             self._compare(optimizer, before)
@@ -154,7 +144,7 @@ class UpdateRule(Rule):
             )
         has_low_weights = any(is_below_float32(owner.dtype) for owner in owners)
         repair = _FLOAT32_WEIGHTS if has_low_weights else ""
-        module = self._auditor.recorder.places.path_of(owners[0]).rpartition(".")[0]
+        module = self.recorder.places.path_of(owners[0]).rpartition(".")[0]
         self.found.append(new_finding("state_low", self._site, message, module, repair))
 
 
@@ -178,25 +168,21 @@ class RunningValueRule(Rule):
     op in place adds a tensor to.
 
     Args:
-        auditor: The auditor.
         inputs: The inputs of the step, which are new in each step.
     """
 
-    def __init__(self, auditor: Auditor, inputs: list[torch.Tensor]) -> None:
-        self._auditor = auditor
+    def __init__(self, inputs: list[torch.Tensor]) -> None:
         self._inputs = {address_of(tensor) for tensor in inputs if is_tracked(tensor)}
 
-    def after(self, event: Event, before: Any) -> None:
+    def forward(self, event: Event) -> None:
         """Examines an op in place."""
-        del before
-        name = event.name.removeprefix("_foreach_")
-        if event.stage != "forward" or name not in _ADDITIONS or len(event.floats) < 2:
+        if event.name.removeprefix("_foreach_") not in _ADDITIONS or len(event.floats) < 2:
             return
-        guard = self._auditor.recorder.guard
+        guard = self.recorder.guard
         for tensor in event.written:
             is_old = not guard.is_allocated(tensor) and address_of(tensor) not in self._inputs
             if is_below_float32(tensor.dtype) and tensor.numel() > 1 and is_old:
-                path = self._auditor.recorder.places.path_of(tensor, "a tensor")
+                path = self.recorder.places.path_of(tensor, "a tensor")
                 message = (
                     f"{event.name} changes {path} in place in {dtype_name(tensor.dtype)}: a change "
                     f"of less than {torch.finfo(tensor.dtype).eps / 4:.2%} of an element is lost."
@@ -333,21 +319,19 @@ class ScalerRule(Rule):
         scalers: The scalers that the step knows.
     """
 
-    def __init__(self, auditor: Auditor, scalers: list[Any]) -> None:
-        self._auditor = auditor
+    def __init__(self, scalers: list[Any]) -> None:
         self._is_scaled = any(scaler.is_enabled() for scaler in scalers)
         self._site: NodeLocation | None = None
         self._float16: Event | None = None
         self._others: set[str] = set()
 
-    def after(self, event: Event, before: Any) -> None:
+    def forward(self, event: Event) -> None:
         """Notes the dtypes of products, and the check of gradients by a scaler."""
-        del before
         if event.name == "_amp_foreach_non_finite_check_and_unscale":
             self._is_scaled = True
-            self._site = self._site or self._auditor.recorder.here()
+            self._site = self._site or self.recorder.here()
         is_trained = torch.is_grad_enabled() and any(t.requires_grad for t in event.floats)
-        if event.stage != "forward" or not event.flops or not is_trained:
+        if not event.flops or not is_trained:
             return
         if any(tensor.dtype == torch.float16 for tensor in event.floats):
             self._float16 = self._float16 or event

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from amp_fx.graphs.locations import NodeLocation
-    from amp_fx.numerics.audit.recording import Auditor
-    from amp_fx.numerics.audit.regions import Region
+    from amp_fx.numerics.audit.regions import Region, Regions
     from amp_fx.numerics.audit.report import Finding
     from amp_fx.observe.recorder import Event
 
@@ -45,24 +44,24 @@ class _Products:
 class RegionRule(Rule):
     """Finds ``float32_product``, ``region_without_effect`` and ``backward_in_region``."""
 
-    def __init__(self, auditor: Auditor) -> None:
-        self._auditor = auditor
+    def __init__(self, regions: Regions) -> None:
+        self._regions = regions
         self._products: dict[Region, _Products] = {}
         self._float32: list[Event] = []
         self._flops = 0
         self._backward: tuple[NodeLocation, Region] | None = None
 
-    def after(self, event: Event, before: Any) -> None:
-        """Notes products by region, and ops of a backward in a region."""
-        del before
+    def backward(self, event: Event) -> None:
+        """Notes the first op of a backward in a region."""
         region = event.region
-        if event.stage == "backward" and self._backward is None:
-            is_on = region is not None and region.is_enabled
-            if is_on and not is_custom(event.node) and not is_in_checkpoint():
-                assert region is not None
-                self._backward = self._auditor.recorder.here(), region
-        if event.stage != "forward":
+        if self._backward is not None or region is None or not region.is_enabled:
             return
+        if not is_custom(event.node) and not is_in_checkpoint():
+            self._backward = self.recorder.here(), region
+
+    def forward(self, event: Event) -> None:
+        """Notes products by region."""
+        region = event.region
         if event.name == "_to_copy" and event.function not in CASTS and region is not None:
             self._products.setdefault(region, _Products()).is_cast |= is_below_float32(
                 event.results[0].dtype
@@ -73,11 +72,11 @@ class RegionRule(Rule):
         is_float32 = all(tensor.dtype == torch.float32 for tensor in event.floats)
         if region is not None and not region.is_asked:
             # Small ops in float32 are what such regions are for.
-            if is_float32 and self._auditor.regions.outer(region) is not None and _is_large(event):
+            if is_float32 and self._regions.outer(region) is not None and _is_large(event):
                 self._float32.append(event)
             return
         has_low = any(is_below_float32(tensor.dtype) for tensor in event.floats)
-        for outer in self._auditor.regions.entered:
+        for outer in self._regions.entered:
             products = self._products.setdefault(outer, _Products())
             products.is_cast |= has_low
             products.other = products.other or event
@@ -154,8 +153,7 @@ def _is_by_policy(event: Event) -> bool:
 class LowWeightRule(Rule):
     """Finds ``weights_low``: weights of low precision in products of a region."""
 
-    def __init__(self, auditor: Auditor, weights: list[torch.Tensor]) -> None:
-        self._auditor = auditor
+    def __init__(self, weights: list[torch.Tensor]) -> None:
         self._weights = {
             address_of(weight): weight
             for weight in weights
@@ -163,16 +161,15 @@ class LowWeightRule(Rule):
         }
         self._found: dict[str, tuple[torch.dtype, Event]] = {}
 
-    def after(self, event: Event, before: Any) -> None:
+    def forward(self, event: Event) -> None:
         """Notes the weights of a product in a region."""
-        del before
         is_on = event.region is not None and event.region.is_enabled
-        if event.stage != "forward" or not event.flops or not is_on:
+        if not event.flops or not is_on:
             return
         for tensor in event.floats:
             weight = self._weights.get(address_of(tensor))
             if weight is not None:
-                name = self._auditor.recorder.places.path_of(weight)
+                name = self.recorder.places.path_of(weight)
                 self._found.setdefault(name, (tensor.dtype, event))
 
     def findings(self) -> Iterator[Finding]:
