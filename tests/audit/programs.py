@@ -173,9 +173,29 @@ class ByChance(EachWeight):
         weight.copy_((bits & -65536).view(torch.float32))
 
 
+class Dithered(EachWeight):
+    """SGD that adds noise of one unit in the last place before it rounds."""
+
+    def write(self, weight: Tensor, update: Tensor, state: dict[str, Tensor]) -> None:
+        del state
+        exact = weight.float() - update.float()
+        unit = torch.exp2(torch.frexp(exact)[1] - 8.0)
+        weight.copy_((exact + (torch.rand_like(exact) - 0.5) * unit).bfloat16())
+
+
+class CastBack(EachWeight):
+    """SGD that computes in float32, and casts the weights back in the program text."""
+
+    def write(self, weight: Tensor, update: Tensor, state: dict[str, Tensor]) -> None:
+        del state
+        weight.copy_((weight.float() - update.float()).bfloat16())
+
+
+@planted("update_lost", "an_update_that_the_optimizer_casts_back", kind=CastBack)
 @sound("update_lost", "float32_copies_in_the_optimizer", kind=Masters)
 @sound("update_lost", "lost_parts_are_added_later", kind=Kahan)
 @sound("update_lost", "rounding_by_chance", kind=ByChance)
+@sound("update_lost", "rounding_after_noise", kind=Dithered)
 def _with(kind: type[torch.optim.SGD]) -> Any:
     model = low_net()
     step = training(model, kind(model.parameters(), lr=1e-3), BFLOAT16)

@@ -95,8 +95,8 @@ def _observed(
     """Runs the step under all rules."""
     regions = Regions()
     rules = _rules(program, regions, [*known_to(program.function), optimizer, scaler])
-    auditor = Auditor(regions, rules)
-    recorder = Recorder(program.guard, program.paths, auditor)
+    auditor, updates = Auditor(regions, rules), UpdateRule()
+    recorder = Recorder(program.guard, program.paths, auditor, updates)
     hooks = contextlib.nullcontext() if not counts_saved else _saved_by(auditor)
     torch.clear_autocast_cache()
     try:
@@ -112,7 +112,7 @@ def _observed(
     return AuditReport(
         model=name_of(program.function),
         loss=None if value is None else float(value),
-        findings=merged(found for rule in rules for found in rule.findings()),
+        findings=merged(found for rule in (updates, *rules) for found in rule.findings()),
         uses=auditor.uses.listed(),
     )
 
@@ -136,7 +136,6 @@ def _rules(program: Step, regions: Regions, known: list[Any]) -> list[Rule]:
         CollectiveRule(),
         RegionRule(regions),
         LowWeightRule(trained or weights),
-        UpdateRule(),
         RunningValueRule(leaf_tensors((program.args, program.kwargs))),
         ScalerRule(scalers),
     ]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
-from collections import defaultdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +11,7 @@ from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.locations import NodeLocation
 from amp_fx.numerics.audit.recording import Rule, is_below_float32
 from amp_fx.numerics.audit.report import new_finding
+from amp_fx.numerics.twin import Twin
 from amp_fx.observe.ops import is_tracked
 from amp_fx.observe.state import parameters_of
 from amp_fx.observe.storages import address_of
@@ -42,71 +40,67 @@ class _Before:
         parameter: The parameter.
         value: A copy of its value.
         state: Copies of the optimizer's state of the same shape.
-        twin: The parameter in float64, for a twin of the optimizer.
     """
 
     name: str
     parameter: torch.Tensor
     value: torch.Tensor
     state: State
-    twin: torch.Tensor
 
 
 class UpdateRule(Rule):
     """Finds ``update_lost`` and ``state_low``.
 
-    A twin of the optimizer takes the same step in float64. An update is lost if it is smaller than
-    half a unit in the last place of the weight, so that the weight does not change. Optimizers
-    with float32 copies, compensated sums or stochastic rounding lose nothing.
+    The ops of the step run a second time, in float32. An update is lost if it is smaller than half
+    a unit in the last place of the weight, so that the weight does not change. Optimizers with
+    float32 copies or compensated sums lose nothing. Those that draw random numbers are taken to
+    round by chance.
     """
 
     def __init__(self) -> None:
-        self._before: dict[int, tuple[list[_Before], Any]] = {}
+        self._before: dict[int, list[_Before]] = {}
+        """Parameters by the identity of an optimizer that is stepping."""
+        self._twin, self._is_random = Twin(is_batched=True), False
         self._site = NodeLocation()
+
+    def before(self, event: Event) -> Any:
+        """Prepares the second run of an op of a step."""
+        if not any(self._before.values()):
+            return None
+        self._is_random |= event.facts.is_random
+        return self._twin.before(event)
+
+    def after(self, event: Event, before: Any) -> None:
+        """Runs an op of a step in float32."""
+        if any(self._before.values()):
+            self._twin.after(event, before)
 
     def update(self, optimizer: torch.optim.Optimizer, *, is_over: bool) -> None:
         """Compares the weights and states after a step with those before."""
         if is_over:
-            self._end(optimizer)
-        else:
-            self._site = self.recorder.here()
-            self._before[id(optimizer)] = self._prepare(optimizer)
+            self._compare(optimizer, self._before.pop(id(optimizer)))
+            self._see_states(optimizer)
+            return
+        self._site = self.recorder.here()
+        self._twin, self._is_random = Twin(is_batched=True), False
+        self._before[id(optimizer)] = self._copies(optimizer)
 
-    def _prepare(self, optimizer: Any) -> tuple[list[_Before], Any]:
-        """Copies parameters and states with low dtypes, and makes a twin of the optimizer."""
-        low = [
-            parameter
-            for parameter in parameters_of(optimizer)
-            if is_below_float32(parameter.dtype)
-            or any(
-                is_below_float32(value.dtype) for value in _state_of(optimizer, parameter).values()
-            )
-        ]
-        found_inf = getattr(optimizer, "found_inf", None)  # a fused step skips itself
-        if not low or (found_inf is not None and found_inf.item()):
-            return [], None
-        twin, twins = _twin_of(optimizer)
+    def _copies(self, optimizer: Any) -> list[_Before]:
+        """Copies parameters and states with low dtypes."""
         found = []
-        for parameter in low:
-            state = {k: v.clone() for k, v in _state_of(optimizer, parameter).items()}
-            name = self.recorder.places.path_of(parameter)
-            value = part_of(parameter).clone()
-            found.append(_Before(name, parameter, value, state, twins[parameter]))
-        return found, twin
-
-    def _end(self, optimizer: Any) -> None:
-        before, twin = self._before.pop(id(optimizer), ([], None))
-        if before:
-            _step(twin)
-            self._compare(optimizer, before)
-        self._see_states(optimizer)
+        for parameter in parameters_of(optimizer):
+            state = _state_of(optimizer, parameter)
+            if any(is_below_float32(each.dtype) for each in (parameter, *state.values())):
+                name = self.recorder.places.path_of(parameter)
+                copies = {key: value.clone() for key, value in state.items()}
+                found.append(_Before(name, parameter, part_of(parameter).clone(), copies))
+        return found
 
     def _compare(self, optimizer: Any, before: list[_Before]) -> None:
-        losses = [(each, _loss(optimizer, each)) for each in before]
-        lost = [(each, loss.share) for each, loss in losses if loss.share >= LEAST_LOST]
+        shares = [(each, self._share_lost(optimizer, each)) for each in before]
+        lost = [(each, share) for each, share in shares if share >= LEAST_LOST]
         lost.sort(key=lambda pair: -pair[1])
-        moved = sum(loss.moved for _, loss in losses)
-        if lost and moved <= 0.2 * sum(loss.by_chance for _, loss in losses):
+        if lost and not self._is_random:
             first, _ = lost[0]
             names = ", ".join(f"{each.name} {share:.0%}" for each, share in lost[:3])
             more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
@@ -119,6 +113,19 @@ class UpdateRule(Rule):
             )
             module = first.name.rpartition(".")[0]
             self.found.append(new_finding("update_lost", self._site, message, module))
+
+    def _share_lost(self, optimizer: Any, before: _Before) -> float:
+        """Returns the share of updates below half a unit in the last place, that are nowhere."""
+        after = part_of(before.parameter)
+        if not is_below_float32(after.dtype):
+            return 0.0
+        old = before.value.float()
+        update = self._twin.shadows.of(after) - old
+        is_small = update.abs() < _spacing(old, update, torch.finfo(after.dtype)) / 2
+        should_move = update != 0
+        is_lost = should_move & is_small & (after == before.value)
+        share = int(is_lost.sum()) / max(1, int(should_move.sum()))
+        return 0.0 if share and _is_kept(optimizer, before, update, is_lost) else share
 
     def _see_states(self, optimizer: Any) -> None:
         """Examines the states after the step: its first step creates them."""
@@ -208,77 +215,6 @@ def _state_of(optimizer: Any, parameter: torch.Tensor) -> State:
     }
 
 
-def _twin_of(optimizer: Any) -> tuple[Any, dict[torch.Tensor, torch.Tensor]]:
-    """Returns a copy of an optimizer in float64, and its parameters by the original ones."""
-    scale = getattr(optimizer, "grad_scale", None)  # a fused step divides by it
-    twins: dict[torch.Tensor, torch.Tensor] = {}
-    groups = []
-    for group in optimizer.param_groups:
-        members = []
-        for parameter in group["params"]:
-            twin = twins[parameter] = parameter.detach().to(torch.float64, copy=True)
-            if parameter.grad is not None:
-                grad = parameter.grad.detach().to(torch.float64, copy=True)
-                twin.grad = grad if scale is None else grad / scale.to(grad.device)
-            members.append(twin)
-        plain = {key: False for key in ("fused", "foreach", "capturable") if key in group}
-        groups.append({**group, **plain, "params": members})
-    made: Any = object.__new__(type(optimizer))
-    vars(made).update(vars(optimizer))
-    made.param_groups = groups
-    made.state = defaultdict(dict)
-    for parameter, twin in twins.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
-            is_count = is_float and key == "step"
-            made.state[twin][key] = (
-                (value.detach().cpu().clone() if is_count else value.detach().double())
-                if is_float
-                else copy.deepcopy(value)
-            )
-    made.grad_scale = made.found_inf = None
-    return made, twins
-
-
-def _step(twin: Any) -> None:
-    """Steps a twin without hooks; one that does not support float64 does not change."""
-    step = type(twin).step
-    with contextlib.suppress(Exception):
-        getattr(step, "__wrapped__", step)(twin)
-
-
-class _Loss(NamedTuple):
-    """The updates of one parameter that are smaller than half a unit in the last place.
-
-    Attributes:
-        share: The share of lost updates.
-        moved: The number of elements that moved by one unit, although the update is smaller.
-        by_chance: The expected number with stochastic rounding.
-    """
-
-    share: float = 0.0
-    moved: int = 0
-    by_chance: float = 0.0
-
-
-def _loss(optimizer: Any, before: _Before) -> _Loss:
-    after = part_of(before.parameter)
-    if not is_below_float32(after.dtype):
-        return _Loss()
-    old = before.value.float()
-    update = (part_of(before.twin) - before.value).float()
-    spacing = _spacing(old, update, torch.finfo(after.dtype))
-    parts = update.abs() / spacing
-    should_move, is_same = update != 0, after == before.value
-    is_lost = should_move & is_same & (parts < 0.5)
-    is_small = parts < 0.4
-    share = int(is_lost.sum()) / max(1, int(should_move.sum()))
-    if share and _is_kept(optimizer, before, update, is_lost):
-        share = 0.0
-    is_one_step = ~is_same & ((after - old).abs() < 1.5 * spacing)
-    return _Loss(share, int((is_small & is_one_step).sum()), float(parts[is_small].sum()))
-
-
 def _is_kept(optimizer: Any, before: _Before, update: torch.Tensor, is_lost: torch.Tensor) -> bool:
     """Returns True if the optimizer's state has the weight in more bits, or its lost part."""
     places = is_lost.flatten().nonzero().flatten()[:_SAMPLE]
@@ -293,7 +229,7 @@ def _is_kept(optimizer: Any, before: _Before, update: torch.Tensor, is_lost: tor
         if key in before.state:
             copied = then = sample(before.state[key])
         for change in (now - copied, new + now - old - then, new - now - old + then):
-            is_kept = (change - wanted).abs() <= 0.1 * wanted.abs()
+            is_kept = (change - wanted).abs() <= 0.1 * wanted.abs() + 2**-24 * old.abs()
             if int(is_kept.sum()) > 0.5 * is_kept.numel():
                 return True
     return False
