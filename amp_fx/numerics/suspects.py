@@ -29,7 +29,7 @@ from amp_fx.numerics.records import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 HOPS = 4
 """The number of ops upstream in which the cause of an overflow or a cancellation may be."""
@@ -141,25 +141,6 @@ WRONG_GRADIENT, AMPLIFIED_GRADIENT = 0.2, 5.0
 none, and the amplification of that op. Sound models have a relative error of at most 0.04."""
 
 
-@dataclasses.dataclass(frozen=True)
-class _Finding:
-    """One op above a threshold.
-
-    Attributes:
-        kind: The kind of the suspect.
-        at: The op that is above the threshold.
-        mend: The op to run in float32.
-        score: The ratio of the measure to its threshold.
-        why: The reason, in one sentence.
-    """
-
-    kind: str
-    at: OpRecord
-    mend: OpRecord
-    score: float
-    why: str
-
-
 def find_suspects(
     nodes: Sequence[OpRecord], *, room: float = 1.0, gradient_error: float = 0.0
 ) -> tuple[Suspect, ...]:
@@ -174,14 +155,15 @@ def find_suspects(
         gradient_error: The relative error of all gradients.
     """
     graph = OpGraph(nodes)
-    findings = [f for node in nodes for f in _findings(node, graph, room)]
-    blamed = {f.mend.module for f in findings if f.at.stage == "forward"}
-    findings += _growths(graph, blamed)
-    if not findings and gradient_error >= WRONG_GRADIENT:
-        findings += _wrong_gradients(graph, gradient_error)
-    groups = grouped(findings, _alike).values()
-    suspects = sorted(map(_suspect, groups), key=_rank)
-    return tuple(_without_repetitions(suspects))
+    found = [suspect for node in nodes for suspect in _suspects(node, graph, room)]
+    blamed = {suspect.module for suspect in found if suspect.stage == "forward"}
+    found += _growths(graph, blamed)
+    if not found and gradient_error >= WRONG_GRADIENT:
+        found += _wrong_gradients(graph, gradient_error)
+    alike = grouped(found, lambda s: (s.kind, s.stage, without_numbers(s.module), s.op, s.dtype))
+    ranked = sorted(map(_merged, alike.values()), key=_rank)
+    same_op = grouped(ranked, lambda s: (s.stage, s.module, s.op))
+    return tuple(first for first, *_ in same_op.values())
 
 
 def _rank(suspect: Suspect) -> tuple[float, float]:
@@ -190,31 +172,31 @@ def _rank(suspect: Suspect) -> tuple[float, float]:
     return (1 if suspect.stage == "forward" else 3), -suspect.score
 
 
-def _findings(node: OpRecord, graph: OpGraph, room: float) -> Iterator[_Finding]:
+def _suspects(node: OpRecord, graph: OpGraph, room: float) -> Iterator[Suspect]:
     if node.dtype not in UNIT:
         return
     if node.is_overflow or (node.fills and any(n.poisoned for n in graph.nodes)):
         yield _overflow(node, graph)
     if node.stage == "forward":
-        yield from _forward_findings(node)
+        yield from _forward_suspects(node)
     elif node.local >= LOST_GRADIENT:
-        yield from _gradient_findings(node, room)
+        yield from _gradient_suspects(node, room)
 
 
-def _gradient_findings(node: OpRecord, room: float) -> Iterator[_Finding]:
+def _gradient_suspects(node: OpRecord, room: float) -> Iterator[Suspect]:
     lost, score = f"{share(min(node.local, 1))} of the gradient's norm", node.local / LOST_GRADIENT
     smallest = torch.finfo(getattr(torch, node.dtype)).smallest_normal
     if node.underflow >= LOST_GRADIENT / 2 and node.max_abs * room < smallest:
-        yield _Finding("underflow", node, node, score, f"{flush_words(node)}, {lost}")
+        yield _suspect("underflow", node, score, f"{flush_words(node)}, {lost}")
 
 
-def _forward_findings(node: OpRecord) -> Iterator[_Finding]:
+def _forward_suspects(node: OpRecord) -> Iterator[Suspect]:
     units = node.local / UNIT[node.dtype]
     if units > LOCAL_UNITS and not node.overflows:
         kind = "underflow" if node.underflow > 0.001 else "local error"
         why = f"its own error is {number(node.local)}, {units:.0f} roundings"
         why += f"; {flush_words(node)}" if node.underflow else ""
-        yield _Finding(kind, node, node, units / LOCAL_UNITS, why)
+        yield _suspect(kind, node, units / LOCAL_UNITS, why)
 
 
 def _is_telling(node: OpRecord) -> bool:
@@ -222,13 +204,13 @@ def _is_telling(node: OpRecord) -> bool:
     return node.numel >= LEAST_ELEMENTS and math.isfinite(node.accumulated)
 
 
-def _overflow(node: OpRecord, graph: OpGraph) -> _Finding:
+def _overflow(node: OpRecord, graph: OpGraph) -> Suspect:
     if node.singular:
         return _singularity(node, graph)
-    return _Finding("overflow", node, node, float(node.overflows), overflow_words(node))
+    return _suspect("overflow", node, float(node.overflows), overflow_words(node))
 
 
-def _singularity(node: OpRecord, graph: OpGraph) -> _Finding:
+def _singularity(node: OpRecord, graph: OpGraph) -> Suspect:
     """Blames the op whose rounding reached zero."""
     why = f"{node.singular} of {node.numel} elements become infinite or NaN"
     above = [n for n in graph.upstream(node) if n.stage == node.stage and n.dtype in UNIT]
@@ -242,10 +224,10 @@ def _singularity(node: OpRecord, graph: OpGraph) -> _Finding:
     if cause is not node:
         told = flush_words(cause) if cause.flushed else f"it rounds by {number(cause.local)}"
         why = f"{told}, and in `{node.label}` after it {why}"
-    return _Finding("overflow", node, cause, float(node.singular), why)
+    return _suspect("overflow", cause, float(node.singular), why)
 
 
-def _growths(graph: OpGraph, blamed: set[str]) -> Iterator[_Finding]:
+def _growths(graph: OpGraph, blamed: set[str]) -> Iterator[Suspect]:
     """Yields modules in which errors grow, in one op or over several."""
     unit = max((UNIT[n.dtype] for n in graph.nodes if n.dtype in UNIT), default=0.0)
     worst: dict[str, tuple[float, OpRecord]] = {}
@@ -260,14 +242,14 @@ def _growths(graph: OpGraph, blamed: set[str]) -> Iterator[_Finding]:
         yield _growth(node, growth, graph)
 
 
-def _growth(node: OpRecord, growth: float, graph: OpGraph) -> _Finding:
+def _growth(node: OpRecord, growth: float, graph: OpGraph) -> Suspect:
     cause = graph.source(node)
     why = f"errors grow {growth:.0f} times in the module, to {number(node.accumulated)}"
     why += f" in `{node.label}`" if node.label != cause.label else ""
-    return _Finding("growth", node, cause, growth / GROWTH, why)
+    return _suspect("growth", cause, growth / GROWTH, why)
 
 
-def _wrong_gradients(graph: OpGraph, gradient_error: float) -> Iterator[_Finding]:
+def _wrong_gradients(graph: OpGraph, gradient_error: float) -> Iterator[Suspect]:
     """Yields the op whose backward amplifies errors to the largest one."""
     backward = [n for n in graph.nodes if n.stage == "backward" and _is_telling(n)]
     kept = [n for n in backward if n.underflow < LOST_GRADIENT / 2]
@@ -280,44 +262,43 @@ def _wrong_gradients(graph: OpGraph, gradient_error: float) -> Iterator[_Finding
     why += f"errors grow {worst.amplification:.0f} times, to {number(worst.accumulated)}"
     source = max(saved, key=lambda n: n.accumulated, default=worst)
     cause = graph.source(source)
-    yield _Finding("growth", worst, cause, gradient_error / WRONG_GRADIENT, why)
+    yield _suspect("growth", cause, gradient_error / WRONG_GRADIENT, why)
 
 
-def _alike(found: _Finding) -> tuple[str, ...]:
-    """Returns the key of findings that become one suspect."""
-    mend = found.mend
-    return found.kind, mend.stage, without_numbers(mend.module), mend.label, mend.dtype
+def _suspect(kind: str, op: OpRecord, score: float, why: str) -> Suspect:
+    """Returns the suspect for one op.
 
-
-def _suspect(group: list[_Finding]) -> Suspect:
-    worst = group[0] if group[0].kind == "overflow" else max(group, key=lambda f: f.score)
-    mend = worst.mend
-    modules = list(dict.fromkeys(f.mend.module for f in group))
-    more = f" (and in {len(modules) - 1} modules like it)" if len(modules) > 1 else ""
+    Args:
+        kind: The kind of the suspect.
+        op: The op to run in float32.
+        score: The ratio of the measure to its threshold.
+        why: The reason, in one sentence.
+    """
     return Suspect(
-        kind=worst.kind,
-        module=common_pattern(modules),
-        op=mend.label,
-        stage=mend.stage,
-        dtype=mend.dtype,
-        file=mend.file,
-        line=mend.line,
-        code=mend.code,
-        why=worst.why + more,
-        score=worst.score,
-        members=tuple(dict.fromkeys(f.mend.index for f in group)),
-        is_mendable=bool(mend.op),
+        kind=kind,
+        module=op.module,
+        op=op.label,
+        stage=op.stage,
+        dtype=op.dtype,
+        file=op.file,
+        line=op.line,
+        code=op.code,
+        why=why,
+        score=score,
+        members=(op.index,),
+        is_mendable=bool(op.op),
     )
 
 
-def _without_repetitions(suspects: Iterable[Suspect]) -> Iterator[Suspect]:
-    """Yields the first suspect of each op."""
-    seen: set[tuple[str, str, str]] = set()
-    for suspect in suspects:
-        key = (suspect.stage, suspect.module, suspect.op)
-        if key not in seen:
-            seen.add(key)
-            yield suspect
+def _merged(group: list[Suspect]) -> Suspect:
+    """Returns one suspect for ops that are alike."""
+    worst = group[0] if group[0].kind == "overflow" else max(group, key=lambda s: s.score)
+    modules = list(dict.fromkeys(suspect.module for suspect in group))
+    more = f" (and in {len(modules) - 1} modules like it)" if len(modules) > 1 else ""
+    members = dict.fromkeys(member for suspect in group for member in suspect.members)
+    return dataclasses.replace(
+        worst, module=common_pattern(modules), why=worst.why + more, members=tuple(members)
+    )
 
 
 def common_pattern(paths: Sequence[str]) -> str:
