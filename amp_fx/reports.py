@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Sequence
 
     from rich.console import RenderableType
     from rich.table import Table
@@ -130,11 +130,31 @@ def printed_html(content: RenderableType) -> str:
     return console.export_html(inline_styles=True, code_format=code_format)
 
 
-def new_table(*names: str, folded: Collection[str] = (), right: Collection[str] = ()) -> Table:
-    """Creates an empty table.
+def stacked(*parts: RenderableType) -> RenderableType:
+    """Returns parts one below the other."""
+    from rich.console import Group
+
+    return Group(*map(_unmarked, parts))
+
+
+def _unmarked(part: RenderableType) -> RenderableType:
+    """Returns text in which brackets are no markup, as in a line of code."""
+    from rich.text import Text
+
+    return Text(part) if isinstance(part, str) else part
+
+
+def new_table(
+    *names: str,
+    rows: Iterable[Sequence[str | Text]] = (),
+    folded: Collection[str] = (),
+    right: Collection[str] = (),
+) -> Table:
+    """Creates a table.
 
     Args:
         names: Names of the columns.
+        rows: The cells of each row.
         folded: Names of columns whose cells may have several lines.
         right: Names of right-aligned columns.
     """
@@ -147,6 +167,8 @@ def new_table(*names: str, folded: Collection[str] = (), right: Collection[str] 
             table.add_column(name, overflow="fold")
         else:
             table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(_unmarked, row))
     return table
 
 

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
-from amp_fx.reports import Report, dtype_cell, new_table
+from amp_fx.reports import Report, dtype_cell, new_table, stacked
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -67,24 +67,18 @@ class ConformanceReport(Report):
         return not self.failures
 
     def _render(self) -> RenderableType:
-        from rich.console import Group
-        from rich.text import Text
-
         counts = collections.Counter(result.check for result in self.results)
         failed = collections.Counter(result.check for result in self.failures)
         verdict = f"{len(self.failures)} failures" if self.failures else "conforms"
-        parts: list[RenderableType] = [
-            Text(f"{self.device_type} with torch {self.torch}: {verdict}")
-        ]
-        checks = new_table("check", "comparisons", "failures", right=("comparisons", "failures"))
-        for check, count in counts.items():
-            checks.add_row(check, str(count), str(failed[check]) if failed[check] else "")
-        parts.append(checks)
+        head = f"{self.device_type} with torch {self.torch}: {verdict}"
+        numbers = [(check, str(n), str(failed[check] or "")) for check, n in counts.items()]
+        names = ("check", "comparisons", "failures")
+        parts: list[RenderableType] = [head, new_table(*names, rows=numbers, right=names[1:])]
         if self.failures:
             columns = ("op", "dtype", "expected", "got", "how to mend it")
-            table = new_table(*columns, folded=columns)
-            for result in self.failures:
-                texts = (result.expected, result.got, result.mend)
-                table.add_row(result.op, dtype_cell(result.dtype), *map(Text, texts))
-            parts.append(table)
-        return Group(*parts)
+            rows = [
+                (result.op, dtype_cell(result.dtype), result.expected, result.got, result.mend)
+                for result in self.failures
+            ]
+            parts.append(new_table(*columns, rows=rows, folded=columns))
+        return stacked(*parts)

@@ -13,13 +13,12 @@ from amp_fx.explanation.table import folded_path, without_numbers
 from amp_fx.numerics.measures import relative
 from amp_fx.numerics.records import grouped, limit_of, number, share
 from amp_fx.numerics.suspects import find_suspects
-from amp_fx.reports import Report, dtype_cell, new_table
+from amp_fx.reports import Report, dtype_cell, new_table, stacked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rich.console import RenderableType
-    from rich.table import Table
     from rich.text import Text
 
     from amp_fx.numerics.records import GradientRecord, OpRecord, Suspect
@@ -45,25 +44,28 @@ def _overflows(row: list[OpRecord]) -> int:
 
 def render(report: AccuracyReport) -> RenderableType:
     """Renders the suspects, the table and the notes of a report."""
-    from rich.console import Group
     from rich.text import Text
 
     parts: list[RenderableType] = [_head(report)]
     if report.roots:
-        parts.append(Text(f"root modules: {root_names(report.roots)}"))
+        parts.append(f"root modules: {root_names(report.roots)}")
     problem = report.reference_problem
     if problem is not None:
         where = f" in {problem.module}" if problem.module else ""
-        parts.append(Text(f"float32 itself becomes infinite or NaN: first {problem.label}{where}"))
+        parts.append(f"float32 itself becomes infinite or NaN: first {problem.label}{where}")
     for place, suspect in enumerate(report.suspects[:MOST], 1):
         parts.append(Text(f"{place}. {suspect}", style="bold" if place == 1 else ""))
     if not report.suspects and problem is None:
-        parts.append(Text("no suspects"))
+        parts.append("no suspects")
     if len(report.suspects) > MOST:
-        parts.append(Text(f"... and {len(report.suspects) - MOST} more"))
+        parts.append(f"... and {len(report.suspects) - MOST} more")
     rows = rows_of(report.nodes)
-    parts += [Text(""), _table(report, rows[:MOST]), Text(""), Text(LEGEND)]
-    return Group(*parts, Text(""), *_notes(report, len(rows)))
+    cells = [_cells(row, report.reference_loss) for row in rows[:MOST]]
+    table = new_table(*COLUMNS, rows=cells, folded=COLUMNS[:3], right=("count",))
+    return stacked(*parts, "", table, "", LEGEND, "", *_notes(report, len(rows)))
+
+
+COLUMNS = ("stage", "module", "op", "count", "in", "local", "accum.", "of loss", "range")
 
 
 LEGEND = (
@@ -99,34 +101,21 @@ def _head(report: AccuracyReport) -> Text:
     return text
 
 
-def _table(report: AccuracyReport, rows: list[list[OpRecord]]) -> Table:
-    folded = ("stage", "module", "op")
-    table = new_table(
-        *folded,
-        "count",
-        "in",
-        "local",
-        "accum.",
-        "of loss",
-        "range",
-        folded=folded,
-        right=("count",),
+def _cells(row: list[OpRecord], loss: float | None) -> tuple[str | Text, ...]:
+    """Returns the cells of a row, given the loss of the reference program."""
+    first = row[0]
+    dtype = next((n.dtype for n in row if n.local), first.dtype)
+    return (
+        first.stage,
+        folded_path(n.module for n in row) or "-",
+        first.label,
+        str(len(row)),
+        dtype_cell(dtype),
+        number(max(n.local for n in row)),
+        number(max(n.accumulated for n in row)),
+        _part(sum(n.effect or 0.0 for n in row), loss),
+        _range(row),
     )
-    for row in rows:
-        first = row[0]
-        dtype = next((n.dtype for n in row if n.local), first.dtype)
-        table.add_row(
-            first.stage,
-            folded_path(n.module for n in row) or "-",
-            first.label,
-            str(len(row)),
-            dtype_cell(dtype),
-            number(max(n.local for n in row)),
-            number(max(n.accumulated for n in row)),
-            _part(sum(n.effect or 0.0 for n in row), report.reference_loss),
-            _range(row),
-        )
-    return table
 
 
 def _part(effect: float, loss: float | None) -> str:
@@ -145,9 +134,7 @@ def _range(row: list[OpRecord]) -> str:
     return f"{room:.0f} bits left" if math.isfinite(room) else ""
 
 
-def _notes(report: AccuracyReport, num_rows: int) -> list[Text]:
-    from rich.text import Text
-
+def _notes(report: AccuracyReport, num_rows: int) -> list[str]:
     lines = []
     if num_rows > MOST:
         lines.append(f"{num_rows - MOST} more rows: report.nodes")
@@ -175,7 +162,7 @@ def _notes(report: AccuracyReport, num_rows: int) -> list[Text]:
     for missing in report.not_examined[:MOST]:
         where = f" in {missing.module}" if missing.module else ""
         lines.append(f"not examined: {missing.op}{where}: {missing.why}")
-    return [Text(line) for line in lines]
+    return lines
 
 
 SCHEMA = 4

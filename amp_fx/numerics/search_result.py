@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.numerics.records import number
-from amp_fx.reports import Report, new_table
+from amp_fx.reports import Report, new_table, stacked
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -98,21 +98,15 @@ class SearchResult(Report):
         return {**super().to_dict(), "policy": str(self.policy)}
 
     def _render(self) -> RenderableType:
-        from rich.console import Group
-        from rich.text import Text
-
         head = (
             f"{self.model} in {self.dtype}: {len(self.units)} of {self.num_units} in "
             f"{self.runs_in}, {number(self.before)} -> {number(self.value)} "
             f"(tolerance {self.tolerance:g}), {self.evaluations} runs"
         )
-        lines = [Text(head)]
-        lines.append(Text("none can be left out" if self.is_minimal else "not shown to be minimal"))
-        lines += [Text(note) for note in self.notes]
+        verdict = "none can be left out" if self.is_minimal else "not shown to be minimal"
+        lines = [head, verdict, *self.notes]
         if not self.units:
-            return Group(*lines)
+            return stacked(*lines)
         names = ("module", "op", "why")
-        table = new_table(*names, folded=names)
-        for unit in self.units:
-            table.add_row(unit.module, unit.op, unit.why)
-        return Group(*lines, Text(""), table)
+        rows = [(unit.module, unit.op, unit.why) for unit in self.units]
+        return stacked(*lines, "", new_table(*names, rows=rows, folded=names))

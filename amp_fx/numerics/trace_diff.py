@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from amp_fx.numerics.equality import Difference, compare, relative_error
 from amp_fx.numerics.records import UNIT, grouped, number
 from amp_fx.observe.ops import MOVES
-from amp_fx.reports import Report, dtype_cell, new_table
+from amp_fx.reports import Report, dtype_cell, new_table, stacked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -207,7 +207,6 @@ class TraceDiff(Report):
         return tuple(sorted(found, key=lambda op: -op.amplification))
 
     def _render(self) -> RenderableType:
-        from rich.console import Group
         from rich.text import Text
 
         counts = (
@@ -217,29 +216,26 @@ class TraceDiff(Report):
         )
         lines = [f"before: {self.before}", f"after:  {self.after}", counts]
         lines += [f"first: {self.first}"] if self.first else []
-        amplifiers = self.amplifiers
         results = sorted((op for op in self.ops if op.stage == "result"), key=lambda op: -op.error)
-        shown = [*amplifiers[:MOST], *results[: MOST // 2]]
-        texts = [Text(line) for line in lines]
+        shown = [*self.amplifiers[:MOST], *results[: MOST // 2]]
         if not shown:
-            return Group(*texts)
-        names = ("stage", "module", "op", "source")
-        table = new_table(
-            *names[:3], "dtype", "input error", "error", "ratio", "source", folded=names
-        )
-        for op in shown:
-            dtypes = Text("/").join([dtype_cell(dtype) for dtype in dict.fromkeys(op.dtypes)])
-            table.add_row(
+            return stacked(*lines)
+        rows = [
+            (
                 op.stage,
                 op.module or "-",
                 op.op,
-                dtypes,
+                Text("/").join([dtype_cell(dtype) for dtype in dict.fromkeys(op.dtypes)]),
                 number(op.error_in) if op.stage != "result" else "",
                 number(op.error),
                 number(op.amplification) if op.stage != "result" else "",
                 op.source,
             )
-        return Group(*texts, Text(""), table)
+            for op in shown
+        ]
+        folded = ("stage", "module", "op", "source")
+        names = (*folded[:3], "dtype", "input error", "error", "ratio", "source")
+        return stacked(*lines, "", new_table(*names, rows=rows, folded=folded))
 
     def __repr__(self) -> str:
         """Returns one line."""

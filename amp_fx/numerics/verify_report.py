@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from amp_fx.reports import Report, first_of
+from amp_fx.reports import Report, first_of, stacked
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -50,18 +50,15 @@ class VerifyReport(Report):
         return not self.differences and self.num_graphs > 0
 
     def _render(self) -> RenderableType:
-        from rich.console import Group
-        from rich.text import Text
-
         head = f"{self.model} on {self.device_type} in {self.dtype}: "
         if not self.differences and not self.num_graphs:
-            return Text(f"{head}nothing was compiled, so nothing is verified")
+            return stacked(f"{head}nothing was compiled, so nothing is verified")
         if self.is_equal:
-            return Text(f"{head}all {self.num_compared} tensors are equal to eager autocast's")
+            return stacked(f"{head}all {self.num_compared} tensors are equal to eager autocast's")
         count = len(self.differences)
         lines = [f"{head}{count} of {self.num_compared} tensors differ from eager autocast's"]
         lines += [f"  {each}" for each in first_of([*map(str, self.differences)], _MOST)]
         lines += [f"first: {self.first}"] if self.first else []
         lines += [f"cause: {self.cause}"] if self.cause else []
         lines += [f"equal with options={self.remedy}"] if self.remedy else []
-        return Group(*(Text(line) for line in lines))
+        return stacked(*lines)

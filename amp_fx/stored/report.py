@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from amp_fx.explanation.table import folded_path, without_numbers
-from amp_fx.reports import Report, dtype_cell, human, new_table, times
+from amp_fx.reports import Report, dtype_cell, human, new_table, stacked, times
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -72,29 +72,27 @@ class StorageReport(Report):
         return sum(weight.bytes for weight in self.weights)
 
     def _render(self) -> RenderableType:
-        from rich.console import Group
         from rich.text import Text
 
         head = Text.assemble((self.model, "bold"), f" for {self.device_type} {self.dtype}")
         head.append(f", policy {self.policy!r}")
         share = self.bytes / self.bytes_before if self.bytes_before else 1.0
-        sums = Text(
+        sums = (
             f"stored low: {len(self.stored)} of {len(self.weights)} weights;"
             f" {human(self.bytes_before)} before, {human(self.bytes)} now ({share:.1%})"
         )
-        return Group(head, sums, Text(""), _table(self))
+        return stacked(head, sums, "", _table(self))
 
 
 def _table(report: StorageReport) -> Table:
     """Returns one row for all weights that differ only in the numbers of their layers."""
     names = ("weight", "x", "was", "is", "bytes", "why it stays")
-    table = new_table(*names, folded=("weight", "why it stays"), right=("x", "bytes"))
     groups: dict[Any, list[StoredWeight]] = {}
     for weight in report.weights:
         key = (without_numbers(weight.path), weight.dtype_before, weight.dtype, weight.reason)
         groups.setdefault(key, []).append(weight)
-    for (_, before, now, reason), weights in groups.items():
-        table.add_row(
+    rows = [
+        (
             folded_path(weight.path for weight in weights),
             times(len(weights)),
             dtype_cell(before),
@@ -102,4 +100,6 @@ def _table(report: StorageReport) -> Table:
             human(sum(weight.bytes for weight in weights)),
             reason,
         )
-    return table
+        for (_, before, now, reason), weights in groups.items()
+    ]
+    return new_table(*names, rows=rows, folded=("weight", "why it stays"), right=("x", "bytes"))

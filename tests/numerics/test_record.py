@@ -87,6 +87,18 @@ def test_the_op_that_amplifies_is_named() -> None:
     assert found.amplifiers[0].source.endswith("return (x * x).mean(-1) - x.mean(-1) ** 2")
 
 
+def test_brackets_of_a_line_of_code_are_printed() -> None:
+    weight, rows = torch.randn(8, 8), torch.randn(8, 8)
+
+    def step(offset: float) -> torch.Tensor:
+        i = 2
+        return (rows[i] @ weight + offset).exp().sum()
+
+    before, after = amp_fx.record(step)(0.0), amp_fx.record(step)(1.0)
+    table = str(before.diff(after)).partition("ratio")[2]
+    assert "return (rows[i] @ weight + offset).exp().sum()" in table
+
+
 def test_another_dtype_is_told() -> None:
     low, wide = (amp_fx.record(loss_of(stack(), is_low))(x()) for is_low in (True, False))
     found = low.diff(wide)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 from amp_fx.explanation.table import folded_path, without_numbers
 from amp_fx.graphs.locations import short_path
 from amp_fx.numerics.records import grouped
-from amp_fx.reports import Report, dtype_cell, first_of, human, new_table
+from amp_fx.reports import Report, dtype_cell, first_of, human, new_table, stacked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from rich.console import RenderableType
+    from rich.text import Text
 
     from amp_fx.graphs.locations import NodeLocation
 
@@ -172,15 +173,16 @@ class AuditReport(Report):
             )
 
     def _render(self) -> RenderableType:
-        from rich.console import Group
         from rich.text import Text
 
-        lines = [Text.assemble((self.model, "bold"), self._outcome())]
-        lines += [Text(f"{place}. {each}") for place, each in enumerate(self.findings, 1)]
-        table = new_table(*_COLUMNS, folded=("modules",), right=("x", "bytes", "flops"))
-        for what, dtype, *cells in self._rows():
-            table.add_row(what, dtype_cell(dtype), *cells)
-        return Group(*lines, Text(""), table)
+        head = Text.assemble((self.model, "bold"), self._outcome())
+        findings = [f"{place}. {each}" for place, each in enumerate(self.findings, 1)]
+        rows: list[tuple[str | Text, ...]] = [
+            (what, dtype_cell(dtype), *cells) for what, dtype, *cells in self._rows()
+        ]
+        right = ("x", "bytes", "flops")
+        table = new_table(*_COLUMNS, rows=rows, folded=("modules",), right=right)
+        return stacked(head, *findings, "", table)
 
 
 _COLUMNS = ("what", "dtype", "x", "bytes", "flops", "modules")
