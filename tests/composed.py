@@ -24,5 +24,5 @@ class Composed(nn.Module):
         for name, member in members.items():
             setattr(self, name, member)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(self, *args, **kwargs)
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self, x, *args, **kwargs)

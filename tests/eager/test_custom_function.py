@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,12 +58,15 @@ def args(rng: torch.Generator) -> tuple[torch.Tensor, ...]:
 
 @pytest.mark.parametrize("cast_inputs", [None, f16, f32])
 @pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("custom_fwd", [amp_fx.custom_fwd, torch.amp.custom_fwd])
 def test_same_as_torch_amp(
-    cast_inputs: torch.dtype | None, enabled: bool, args: tuple[torch.Tensor, ...]
+    custom_fwd: Any, enabled: bool, cast_inputs: torch.dtype | None, args: tuple[torch.Tensor, ...]
 ) -> None:
+    """Includes a forward with torch's decorator next to a backward with ours."""
+    ours = SimpleNamespace(custom_fwd=custom_fwd, custom_bwd=amp_fx.custom_bwd)
     runs = [
-        run_program(make_function(module, cast_inputs).apply, args, bf16 if enabled else None)
-        for module in (amp_fx, torch.amp)
+        run_program(make_function(decorators, cast_inputs).apply, args, bf16 if enabled else None)
+        for decorators in (ours, torch.amp)
     ]
     assert_same_bits(*runs)
 
@@ -77,27 +81,6 @@ def test_compiled_as_eager(cast_inputs: torch.dtype | None, args: tuple[torch.Te
     eager, ours = run_program(call, args, bf16), run_program(compiled(call), args, bf16)
     assert eager.outputs[0].dtype == (cast_inputs or bf16)
     assert_same_bits(ours, eager)
-
-
-def test_backward_runs_with_the_state_of_forward(args: tuple[torch.Tensor, ...]) -> None:
-    seen = []
-
-    class Look(torch.autograd.Function):
-        @staticmethod
-        @amp_fx.custom_fwd(device_type="cpu")
-        def forward(_: Any, a: torch.Tensor) -> torch.Tensor:
-            return a.clone()
-
-        @staticmethod
-        @amp_fx.custom_bwd(device_type="cpu")
-        def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
-            seen.append((grad @ grad).dtype)
-            return grad
-
-    with torch.autocast("cpu", f16):
-        result = apply(Look, args[0])
-    torch.autograd.backward(result.sum())
-    assert seen == [f16]
 
 
 def make_function_with_setup_context(
@@ -176,22 +159,6 @@ def test_setup_context_under_transforms(args: tuple[torch.Tensor, ...]) -> None:
         expected = torch.autograd.grad(apply(plain, leaf, b).float().sum(), leaf)[0]
         assert torch.equal(actual, expected)
         assert torch.equal(batched[0], apply(plain, a, b))
-
-
-def test_forward_with_torchs_own_decorator(args: tuple[torch.Tensor, ...]) -> None:
-    class Mixed(torch.autograd.Function):
-        @staticmethod
-        @torch.amp.custom_fwd(device_type="cpu")  # type: ignore[untyped-decorator]
-        def forward(_: Any, a: torch.Tensor) -> torch.Tensor:
-            return a.clone()
-
-        @staticmethod
-        @amp_fx.custom_bwd(device_type="cpu")
-        def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:
-            return grad
-
-    torch.autograd.backward(apply(Mixed, args[0]).sum())
-    assert args[0].grad is not None
 
 
 @pytest.mark.parametrize("decorator", [amp_fx.custom_fwd, amp_fx.custom_bwd])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 import amp_fx
 from amp_fx import CastPolicy, Policy, preset
@@ -133,21 +134,15 @@ def test_left_out_of_order(has_policy: bool, mine: Policy) -> None:
     torch.autocast_decrement_nesting()
 
 
+def in_a_thread(call: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
 def test_left_in_another_thread() -> None:
     region = amp_fx.autocast("cpu")
-    errors: list[Exception] = []
-
-    def leave() -> None:
-        try:
-            region.__exit__(None, None, None)
-        except RegionError as error:
-            errors.append(error)
-
-    with region:
-        thread = threading.Thread(target=leave)
-        thread.start()
-        thread.join()
-    assert len(errors) == 1
+    with region, pytest.raises(RegionError):
+        in_a_thread(lambda: region.__exit__(None, None, None))
 
 
 @pytest.mark.parametrize("device_type", ["nowhere", "cpu:0", "", None, 3, "ipu", "meta"])
@@ -252,17 +247,12 @@ def test_gradients_are_those_of_casts_by_hand(args: tuple[torch.Tensor, ...]) ->
 
 
 def test_policy_is_that_of_the_thread(args: tuple[torch.Tensor, ...], mine: Policy) -> None:
-    found: list[list[torch.dtype]] = []
-
-    def run() -> None:
+    def run() -> list[torch.dtype]:
         with torch.autocast("cpu"):
-            found.append(dtypes(compiled(program)(*args)))
+            return dtypes(compiled(program)(*args))
 
     with amp_fx.autocast("cpu", policy=mine):
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-    assert found == [TORCH]
+        assert in_a_thread(run) == TORCH
 
 
 # Compiled.
@@ -321,29 +311,14 @@ def test_policy_region_with_a_break_inside(args: tuple[torch.Tensor, ...], mine:
     assert_same_bits(ours, run_program(compiled(inside, policy=mine), args, bf16))
 
 
-@pytest.mark.filterwarnings("ignore:'forward':amp_fx.errors.PolicyWarning")  # another backend
 def test_policy_around_the_call_recompiles_once(
     args: tuple[torch.Tensor, ...], mine: Policy
 ) -> None:
-    graphs = []
-
-    def count(gm: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(gm)
-        return gm.forward
-
-    call = torch.compile(program, backend=count)
-    for _ in range(2):
-        for policy in (mine, None):
-            with amp_fx.autocast("cpu", policy=policy):
-                call(*args)
-    assert len(graphs) == 2
-
-
-def test_policy_around_the_call(args: tuple[torch.Tensor, ...], mine: Policy) -> None:
-    call = compiled(program)
-    for policy, expected in ((mine, MINE), (None, TORCH), (mine, MINE)):
+    call, before = compiled(program), counters["stats"]["unique_graphs"]
+    for policy, expected in ((mine, MINE), (None, TORCH)) * 2:
         with amp_fx.autocast("cpu", policy=policy):
             assert dtypes(call(*args)) == expected
+    assert counters["stats"]["unique_graphs"] == before + 2
 
 
 def test_an_opaque_node_follows_torch_autocast(args: tuple[torch.Tensor, ...]) -> None:

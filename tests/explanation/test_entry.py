@@ -25,6 +25,7 @@ from amp_fx.explanation.explanation import SCHEMA
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.regions.state import nesting
 from tests import needs
+from tests.composed import Composed
 from tests.models.explained import CASES, mlp
 
 if TYPE_CHECKING:
@@ -33,19 +34,12 @@ if TYPE_CHECKING:
 _TO_COPY = torch.ops.aten._to_copy.default
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.last(checkpoint(self.inner, x, use_reentrant=False))
-        return result
+def checkpointed() -> nn.Module:
+    layers = {name: nn.Linear(16, 16) for name in ("inner", "last")}
+    return Composed(lambda m, x: m.last(checkpoint(m.inner, x, use_reentrant=False)), **layers)
 
 
-COUNTED = {**CASES, "checkpoint": (Checkpointed, (torch.randn(2, 16, requires_grad=True),))}
-
-
+COUNTED = {**CASES, "checkpoint": (checkpointed, (torch.randn(2, 16, requires_grad=True),))}
 CACHED = {"weight_cache": "training"}
 """Casts of weights are cached in graphs with gradients too."""
 
@@ -90,17 +84,9 @@ def test_counts_are_those_of_the_compiled_graph(
 def test_casts_of_views_of_weights_are_kept(is_training: bool) -> None:
     """A view of a weight changes when the weight does."""
     weight = nn.Parameter(torch.randn(16, 8))
-
-    class Viewing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ self.weight.t()[:, 2:10]
-
+    model = Composed(lambda m, x: x @ m.weight.t()[:, 2:10], weight=weight)
     with torch.set_grad_enabled(is_training):
-        explanation = amp_fx.explain(Viewing(), options=CACHED)(torch.randn(4, 8))
+        explanation = amp_fx.explain(model, options=CACHED)(torch.randn(4, 8))
     states = {cast.source: cast.state for cast in explanation.casts}
     assert states == {"getitem": "cached", "l_x_": "inserted", "matmul": "inserted"}
     assert explanation.totals.copy_bytes == 8 * 8 * 2
@@ -131,20 +117,14 @@ def test_bytes_of_a_linear_layer() -> None:
     assert totals.bytes_saved == 4 * 8 * 6 + 8 * 6
 
 
-class Mixed(nn.Module):
+def mixed(model: Any, x: torch.Tensor) -> Any:
     """Products in and out of autocast, and an op of every origin."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.low, self.full, self.other = (nn.Linear(8, 8) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.low(x)
-        with torch.autocast("cpu", enabled=False):
-            x = self.full(x.float())
-        with torch.autocast("cpu", dtype=torch.float16):
-            x = self.other(x)
-        return Negated.apply(x.relu())  # type: ignore[no-any-return, no-untyped-call]
+    x = model.low(x)
+    with torch.autocast("cpu", enabled=False):
+        x = model.full(x.float())
+    with torch.autocast("cpu", dtype=torch.float16):
+        x = model.other(x)
+    return Negated.apply(x.relu())  # type: ignore[no-untyped-call]
 
 
 class Negated(torch.autograd.Function):
@@ -159,7 +139,8 @@ class Negated(torch.autograd.Function):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")
 def test_origins_modules_and_source_lines() -> None:
-    explanation = amp_fx.explain(Mixed())(torch.randn(2, 8, requires_grad=True))
+    model = Composed(mixed, **{name: nn.Linear(8, 8) for name in ("low", "full", "other")})
+    explanation = amp_fx.explain(model)(torch.randn(2, 8, requires_grad=True))
     nodes = {node.module or node.op: node for node in explanation.nodes if node.kind != "weight"}
     found = {name: (node.dtype, node.origin) for name, node in nodes.items()}
     assert found["low"] == ("bfloat16", "table")
@@ -411,6 +392,7 @@ def test_dictionaries_are_stable_and_survive_json() -> None:
     make, args = CASES["gpt"]
     first, second = (amp_fx.explain(make(), backward=True)(*args) for _ in range(2))
     assert first.to_dict() == second.to_dict()
+    assert str(first) == str(second)
     assert json.loads(first.to_json()) == first.to_dict()
     assert first.to_dict()["schema"] == SCHEMA
 

@@ -31,15 +31,10 @@ pytestmark = [
 BFLOAT16 = torch.bfloat16
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
-        self.head.weight = self.tokens.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.tokens(x))
-        return logits
+def tied() -> nn.Module:
+    tokens, head = nn.Embedding(32, 16), nn.Linear(16, 32, bias=False)
+    head.weight = tokens.weight
+    return nn.Sequential(tokens, head)
 
 
 def mlp() -> nn.Module:
@@ -55,10 +50,6 @@ def parametrized() -> nn.Module:
     return model
 
 
-def cell() -> nn.Module:
-    return nn.LSTMCell(16, 16)
-
-
 PROGRAMS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, dict[str, Any]]] = {
     "mlp": (mlp, torch.randn(16, 16), {}),
     "small products": (mlp, torch.randn(4, 16), {}),
@@ -69,8 +60,8 @@ PROGRAMS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, dict[str, Any]]
         {"fold_batch_norm": True},
     ),
     "parametrized": (parametrized, torch.randn(4, 16), {}),
-    "tied": (Tied, torch.arange(8), {}),
-    "cell": (cell, torch.randn(4, 16), {}),
+    "tied": (tied, torch.arange(8), {}),
+    "cell": (lambda: nn.LSTMCell(16, 16), torch.randn(4, 16), {}),
 }
 
 
@@ -120,18 +111,23 @@ def test_what_is_kept_where_freezing_is_off_is_explained(name: str, has_gradient
     assert told == kept
 
 
-@pytest.mark.parametrize("has_gradients", [True, False])
-def test_nothing_is_kept_without_a_cache(has_gradients: bool) -> None:
+@pytest.mark.parametrize(
+    ("device_type", "has_gradients", "options"),
+    [
+        ("cpu", True, {"weight_cache": False}),
+        ("cpu", False, {"weight_cache": False}),
+        ("cpu", True, {}),
+        ("cuda", True, {}),
+    ],
+)
+def test_nothing_is_kept_without_a_cache_or_where_gradients_flow(
+    device_type: str, has_gradients: bool, options: dict[str, Any]
+) -> None:
+    explain = amp_fx.explain(mlp(), dtype=BFLOAT16, device_type=device_type, options=options)
     with torch.set_grad_enabled(has_gradients):
-        explanation = explained(mlp(), torch.randn(4, 16), {"weight_cache": False})
+        explanation = explain(torch.randn(4, 16))
     assert not explanation.graphs[0].cached_values
     assert explanation.totals.casts_cached == 0
-
-
-@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_nothing_is_kept_where_gradients_flow(device_type: str) -> None:
-    explanation = amp_fx.explain(mlp(), dtype=BFLOAT16, device_type=device_type)(torch.randn(4, 16))
-    assert not explanation.graphs[0].cached_values
 
 
 CASTS_OF_MLP = {("0.weight", 1024), ("0.bias", 64), ("2.weight", 1024), ("2.bias", 32)}

@@ -12,49 +12,40 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_fx
 from amp_fx import CastPolicy
+from tests.composed import Composed
 from tests.models.explained import CASES, mlp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.head.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.head(self.first(x).relu())
-        return result
+def linears(function: Callable[..., Any], *names: str) -> Any:
+    return Composed(function, **{name: nn.Linear(8, 8) for name in names})
 
 
-class Views(nn.Module):
+def linear() -> Any:
+    return linears(lambda m, x: m.linear(x), "linear")
+
+
+def views() -> Any:
     """A weight whose halves are cast apart, one that is cast whole, one that is written."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.halves, self.whole = (nn.Parameter(torch.randn(8, 8)) for _ in range(2))
-        self.count: torch.Tensor
-        self.register_buffer("count", torch.zeros(8, 8))
+    def forward(model: Any, x: torch.Tensor) -> Any:
+        model.count.view(-1).add_(1)
+        upper, lower = model.halves.chunk(2)
+        return x @ upper.t() @ lower + x @ model.whole + x @ model.count
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.count.view(-1).add_(1)
-        upper, lower = self.halves.chunk(2)
-        return x @ upper.t() @ lower + x @ self.whole + x @ self.count
+    halves, whole = (nn.Parameter(torch.randn(8, 8)) for _ in range(2))
+    return Composed(forward, halves=halves, whole=whole, count=nn.Buffer(torch.zeros(8, 8)))
 
 
-class Repeated(nn.Module):
+def repeated() -> Any:
     """A checkpointed and a plain use of one weight, next to a weight that an op takes as it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.scale = nn.Linear(8, 8), nn.Parameter(torch.randn(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = checkpoint(self.inner, x, use_reentrant=False)
-        result: torch.Tensor = self.inner(y) * self.scale
-        return result
+    model = linears(
+        lambda m, x: m.inner(checkpoint(m.inner, x, use_reentrant=False)) * m.scale, "inner"
+    )
+    model.scale = nn.Parameter(torch.randn(8))
+    return model
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
@@ -63,8 +54,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
         lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0),
         (torch.randn(2, 4, 16),),
     ),
-    "views": (Views, (torch.randn(2, 8),)),
-    "repeated": (Repeated, (torch.randn(2, 8),)),
+    "views": (views, (torch.randn(2, 8),)),
+    "repeated": (repeated, (torch.randn(2, 8),)),
 }
 
 
@@ -98,7 +89,7 @@ def test_no_bit_of_a_training_step_changes_if_they_are_stored_low(name: str) -> 
 
 @pytest.mark.parametrize("options", [{}, {"weight_cache": False}])
 def test_each_other_weight_is_read_as_it_is(options: dict[str, Any]) -> None:
-    explanation = amp_fx.explain(Views(), options=options)(torch.randn(2, 8))
+    explanation = amp_fx.explain(views(), options=options)(torch.randn(2, 8))
     assert explanation.low_weights() == {"whole": torch.bfloat16}
     [graph] = explanation.graphs
     weights = {weight.path: weight for weight in graph.weights}
@@ -115,71 +106,45 @@ def test_the_policy_is_asked() -> None:
 
 
 def test_tied_weights_are_not_among_them() -> None:
-    explanation = amp_fx.explain(Tied())(torch.randn(2, 8))
+    model = linears(lambda m, x: m.head(m.first(x).relu()), "first", "head")
+    model.head.weight = model.first.weight
+    explanation = amp_fx.explain(model)(torch.randn(2, 8))
     assert list(explanation.low_weights()) == ["first.bias", "head.bias"]
     assert explanation.to_dict()["shared"] == ["first.weight", "head.weight"]
 
 
-class HandsOut(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"y": self.linear(x), "w": self.linear.weight.t()}
-
-
 def test_what_the_model_hands_out_is_not_among_them() -> None:
-    assert list(amp_fx.explain(HandsOut())(torch.randn(2, 8)).low_weights()) == ["linear.bias"]
+    model = linears(lambda m, x: {"y": m.linear(x), "w": m.linear.weight.t()}, "linear")
+    assert list(amp_fx.explain(model)(torch.randn(2, 8)).low_weights()) == ["linear.bias"]
 
 
-class Breaks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.linear(x)
+def breaks() -> Any:
+    def forward(model: Any, x: torch.Tensor) -> Any:
+        y = model.linear(x)
         torch._dynamo.graph_break()
         return y + 1
 
-
-def _reads_weight(module: nn.Module, *args: Any) -> Any:
-    return args[-1] * module.linear.weight.sum()  # type: ignore[operator,union-attr]
+    return linears(forward, "linear")
 
 
-def _hooked() -> nn.Module:
-    model = Linear()
-    model.register_forward_hook(torch.compiler.disable(_reads_weight))  # type: ignore[no-untyped-call]
+def hooked() -> nn.Module:
+    def read_weight(module: Any, *args: Any) -> Any:
+        return args[-1] * module.linear.weight.sum()
+
+    model: nn.Module = linear()
+    model.register_forward_hook(torch.compiler.disable(read_weight))  # type: ignore[no-untyped-call]
     return model
 
 
-class Linear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.linear(x)
-        return result
-
-
-class Skipped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Linear()
-
+def skipped() -> nn.Module:
     @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call,untyped-decorator]
-    def outer(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.inner(x) * self.inner.linear.weight.sum()
-        return result
+    def outer(model: Any, x: torch.Tensor) -> Any:
+        return model.inner(x) * model.inner.linear.weight.sum()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.outer(x + 1)
-        return result
+    return Composed(lambda m, x: outer(m, x + 1), inner=linear())
 
 
-@pytest.mark.parametrize("make", [Breaks, _hooked, Skipped])
+@pytest.mark.parametrize("make", [breaks, hooked, skipped])
 def test_where_something_else_may_read_weights_there_are_none(
     make: Callable[[], nn.Module],
 ) -> None:
@@ -191,7 +156,7 @@ def test_where_something_else_may_read_weights_there_are_none(
 
 
 def test_a_function_is_looked_into() -> None:
-    model = Linear()
+    model = linear()
 
     def step(x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = model(x).sum()

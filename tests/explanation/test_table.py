@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import amp_fx
-from amp_fx.explanation.table import folded_path
-from amp_fx.reports import human, printed
+from amp_fx.reports import printed
 from tests.models.explained import CASES, gpt, mlp
 
 if TYPE_CHECKING:
@@ -103,12 +102,6 @@ def test_in_a_notebook_print_prints(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "layer_norm" in str(explanation)
 
 
-def test_a_changed_policy_is_told_from_its_preset() -> None:
-    model, x = mlp(), torch.randn(8, 16)
-    changed = amp_fx.Policy.default().with_modules({"3": "fp32"})
-    assert "policy 'torch, changed'" in str(amp_fx.explain(model, policy=changed)(x))
-
-
 def test_devices_differ_where_their_tables_do() -> None:
     model, x = mlp(), torch.randn(8, 16)
     cpu = amp_fx.explain(model, dtype=torch.bfloat16)(x)
@@ -122,22 +115,3 @@ def test_devices_differ_where_their_tables_do() -> None:
         ("2", "aten.layer_norm", "float32", "fp32"),
     }
     assert cuda.totals.casts_left - cpu.totals.casts_left == 2  # into the norm and out of it
-
-
-def test_equal_programs_have_equal_explanations() -> None:
-    model, x = mlp(), torch.randn(8, 16)
-    first, second = (amp_fx.explain(model)(x) for _ in range(2))
-    assert first.to_dict() == second.to_dict()
-    assert str(first) == str(second)
-
-
-def test_paths_of_several_modules() -> None:
-    assert folded_path(["layers.0.a", "layers.1.a", "layers.3.a"]) == "layers.0-1,3.a"
-    assert folded_path(["head"]) == "head"
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2_000_000, "2.0 MB")]
-)
-def test_numbers_with_prefixes(number: int, text: str) -> None:
-    assert human(number) == text

@@ -423,6 +423,6 @@ def test_sizes_of_interpolation_that_are_dynamic() -> None:
 
     model = Composed(resize, conv=nn.Conv2d(3, 4, 3)).eval()
     sizes = {2: Dim.DYNAMIC, 3: Dim.DYNAMIC}
-    program = amp_fx.export(model, (torch.randn(1, 3, 8, 9),), dynamic_shapes={"args": (sizes,)})
+    program = amp_fx.export(model, (torch.randn(1, 3, 8, 9),), dynamic_shapes={"x": sizes})
     x = torch.randn(1, 3, 6, 7)
     assert torch.equal(program.module()(x), eager(model, x).float())

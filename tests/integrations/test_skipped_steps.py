@@ -196,23 +196,22 @@ def test_lightning(name: str, interval: str) -> None:
     assert num_halved(task.lr_schedulers()) == (3 if interval == "step" else 1)
 
 
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: amp_fx.GradScaler) -> None:
+    for i in range(NUM_STEPS):
+        optimizer.zero_grad()
+        torch.autograd.backward(scaler.scale(model(batch(i)).square().mean()))
+        scaler.step(optimizer)
+        scaler.update()
+
+
 @pytest.mark.parametrize("register", ["register_step_pre_hook", "register_step_post_hook"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_hooks_run_for_steps_only(name: str, register: str) -> None:
-    model, num_calls = nn.Linear(3, 2), 0
-    optimizer, scaler = OPTIMIZERS[name](model.parameters()), amp_fx.GradScaler("cpu")
-
-    def hook(*_: Any) -> None:
-        nonlocal num_calls
-        num_calls += 1
-
-    getattr(optimizer, register)(hook)
-    for i in range(NUM_STEPS):
-        optimizer.zero_grad()
-        scaler.scale(model(batch(i)).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert num_calls == NUM_STEPS - len(OVERFLOWS)
+    model, calls = nn.Linear(3, 2), list[Any]()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    getattr(optimizer, register)(lambda *args: calls.append(args))
+    train(model, optimizer, amp_fx.GradScaler("cpu"))
+    assert len(calls) == NUM_STEPS - len(OVERFLOWS)
 
 
 @pytest.mark.parametrize("init_scale", [2.0**16, 1000.0])
@@ -225,10 +224,6 @@ def test_numbers_are_those_of_an_optimizer_that_nothing_observes(init_scale: flo
         scaler = amp_fx.GradScaler("cpu", init_scale=init_scale, growth_interval=1)
         if is_observed:
             optimizer.register_step_post_hook(lambda *_: None)
-        for i in range(NUM_STEPS):
-            optimizer.zero_grad()
-            scaler.scale(model(batch(i)).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
+        train(model, optimizer, scaler)
         results.append([*model.state_dict().values(), torch.tensor(scaler.get_scale())])
     torch.testing.assert_close(*results, rtol=0, atol=0)
