@@ -134,15 +134,20 @@ def test_compilation_while_timing_is_a_failure(monkeypatch: pytest.MonkeyPatch) 
     assert comparison.failures == {"timing": "1 graphs were compiled meanwhile"}
 
 
-def test_contenders_share_no_code_and_no_weights() -> None:
+def remembering(workload: Workload) -> tuple[Workload, list[nn.Module]]:
+    """Returns a workload, and the models that it builds."""
     models: list[nn.Module] = []
 
     def build() -> nn.Module:
         models.append(BUILD())
         return models[-1]
 
+    return dataclasses.replace(workload, build=build), models
+
+
+def test_contenders_share_no_code_and_no_weights() -> None:
     contenders = contenders_of(TRAINING, TINY)
-    workload = dataclasses.replace(TRAINING, build=build)
+    workload, models = remembering(TRAINING)
     for contender in contenders:
         prepare(contender, workload, TINY)()
     assert len({p.data_ptr() for model in models for p in model.parameters()}) == 4 * len(models)
@@ -170,13 +175,7 @@ def test_contenders_cache_what_they_say(name: str, workload: Workload, caches: b
 @needs.CPP_COMPILER
 def test_inductor_freezes() -> None:
     """A frozen model does not see a write to its weights; others do."""
-    models: list[nn.Module] = []
-
-    def build() -> nn.Module:
-        models.append(BUILD())
-        return models[-1]
-
-    workload = dataclasses.replace(INFERENCE, build=build)
+    workload, models = remembering(INFERENCE)
     for name in (NATIVE_FROZEN, NATIVE):
         run: Callable[[], Any] = prepare(BY_NAME[name], workload, Settings())
         with ways.compiling(BY_NAME[name]):
@@ -218,27 +217,19 @@ def test_packages_that_are_not_installed_take_part_only_if_named(
     assert [c.name for c in contenders_of(TRAINING, named)] == [NATIVE]
 
 
-class Clock:
-    """A machine that becomes slower with everything that it does."""
-
-    def __init__(self) -> None:
-        self.now, self.slowness = 0.0, 1.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def work(self, name: str, seconds: float, calls: list[str]) -> None:
-        calls.append(name)
-        self.now += self.slowness * seconds
-        self.slowness *= 1.01
-
-
 def test_turns_are_fair_on_a_machine_that_becomes_slower(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
+    """Each call takes a hundredth longer than the one before."""
     calls: list[str] = []
-    monkeypatch.setattr(benchmark, "timer", clock)
+    now = 0.0
+
+    def work(name: str, seconds: float) -> None:
+        nonlocal now
+        now += seconds * 1.01 ** len(calls)
+        calls.append(name)
+
+    monkeypatch.setattr(benchmark, "timer", lambda: now)
     costs = {"a": 1.0, "twin of a": 1.0, "b": 2.0}
-    runs = {name: functools.partial(clock.work, name, s, calls) for name, s in costs.items()}
+    runs = {name: functools.partial(work, name, seconds) for name, seconds in costs.items()}
     timings = time_in_turns(runs, repeats=40)
     turns = [tuple(calls[-start : -start + 3 or None]) for start in range(3, 123, 3)]
     assert all(sorted(turn) == sorted(costs) for turn in turns)
@@ -247,24 +238,6 @@ def test_turns_are_fair_on_a_machine_that_becomes_slower(monkeypatch: pytest.Mon
     comparison = Comparison("w", timings)
     assert comparison.ratio("a", "twin of a")[0] == pytest.approx(1, abs=0.02)
     assert comparison.ratio("b", "a")[0] == pytest.approx(2, abs=0.04)
-
-
-def test_a_block_of_several_calls_is_divided_by_their_number(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The call that warms the caches up is not timed."""
-    clock = Clock()
-    calls: list[None] = []
-    monkeypatch.setattr(benchmark, "timer", clock)
-    monkeypatch.setattr(timing, "BLOCK_SECONDS", 8.0)
-
-    def work() -> None:
-        calls.append(None)
-        clock.now += 2.0
-
-    timed = time_in_turns({"a": work}, repeats=3)["a"]
-    assert (timed.number_per_run, timed.times) == (4, [2.0] * 3)
-    assert len(calls) == timing.WARM_UP_CALLS + 2 + 3 * (1 + 4)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ The oracle are ATen's kernels for autocast on CUDA, which act on fake CUDA tenso
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ import amp_fx
 from amp_fx.csrc.guards import add_guards
 from amp_fx.errors import OptionError
 from amp_fx.torch_private.autocast import with_cuda_regions
+from tests.composed import Composed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,15 +28,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 LOW = (torch.float16, torch.bfloat16)
-
-
-class Called(nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Tensor) -> Any:
-        return self.function(*args)
 
 
 OPS: dict[str, Callable[[Tensor], Any]] = {
@@ -80,7 +73,7 @@ def fake_autocast(op: Callable[..., Any], dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("name", OPS)
 def test_dtypes_are_those_of_autocast_on_cuda(name: str, dtype: torch.dtype) -> None:
     program = amp_fx.export(
-        Called(OPS[name]),
+        Composed(lambda _, x: OPS[name](x)),
         (torch.rand(8, 8),),
         device_type="cuda",
         dtype=dtype,
@@ -143,22 +136,17 @@ def test_a_model_on_the_cpu(way: str, dtype: torch.dtype) -> None:
 
 
 def test_a_region_for_cuda_inside_of_the_model() -> None:
-    class Inside(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = Network()
+    def inside(model: Any, x: Tensor) -> Any:
+        with torch.autocast("cuda", torch.float16):
+            return model.network(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cuda", torch.float16):
-                result: Tensor = self.network(x)
-            return result
-
-    model, x = Inside().eval(), torch.randn(3, 8)
+    network, x = Network().eval(), torch.randn(3, 8)
+    model = Composed(inside, network=network)
     with pytest.raises(OptionError, match=r"'cuda'.*on cpu.*device_type=\"cuda\""):
         amp_fx.export(model, (x,))
     amp_fx.export(model, (x,), device_type="cpu")  # as requested: the region has no effect there
     program = amp_fx.export(model, (x,), device_type="cuda", dtype=torch.bfloat16)
-    expected = with_casts_by_hand(model.network, x, torch.float16)
+    expected = with_casts_by_hand(network, x, torch.float16)
     torch.testing.assert_close(program.module()(x).float(), expected, rtol=0, atol=0)
 
 
@@ -184,18 +172,17 @@ def test_a_region_that_disables_itself_is_an_error(device_type: str | None) -> N
         amp_fx.export(model, (x,), device_type=device_type)
 
 
-def test_a_region_for_another_device_is_an_error() -> None:
-    model, x = Network().eval(), torch.randn(3, 8)
-    with (
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(OptionError, match=r"region around the call is for cpu.*for cuda"),
-    ):
-        amp_fx.export(model, (x,), device_type="cuda")
-
-
-def test_an_unknown_device_is_an_error() -> None:
-    with pytest.raises(OptionError, match=r"'cudda' is not one of 'cpu', 'cuda'"):
-        amp_fx.export(Network(), (torch.randn(3, 8),), device_type="cudda")
+@pytest.mark.parametrize(
+    ("region", "device_type", "message"),
+    [
+        ("cpu", "cuda", r"region around the call is for cpu.*for cuda"),
+        (None, "cudda", r"'cudda' is not one of 'cpu', 'cuda'"),
+    ],
+)
+def test_a_wrong_device_is_an_error(region: str | None, device_type: str, message: str) -> None:
+    around = torch.autocast(region, torch.bfloat16) if region else contextlib.nullcontext()
+    with around, pytest.raises(OptionError, match=message):
+        amp_fx.export(Network().eval(), (torch.randn(3, 8),), device_type=device_type)
 
 
 @pytest.mark.parametrize("dtype", LOW)

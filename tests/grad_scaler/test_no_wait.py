@@ -60,24 +60,26 @@ def test_fused_steps_read_nothing(optimizer_name: str, call: str) -> None:
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
 
 
-def test_other_optimizers_read_one_value_a_step() -> None:
+def overflown(optimizer_name: str) -> tuple[amp_fx.GradScaler, Any, list[torch.Tensor]]:
+    """Returns a scaler, an optimizer and parameters whose gradients have overflown."""
     params = make_params((4, 3), (5,))
     scaler = amp_fx.GradScaler("cpu")
-    set_scaled_grads(scaler, params, None)
+    set_scaled_grads(scaler, params, math.inf)
+    return scaler, OPTIMIZERS[optimizer_name](params), params
+
+
+def test_other_optimizers_read_one_value_a_step() -> None:
+    scaler, optimizer, _ = overflown("sgd-momentum")
     with NoReads():
-        scaler.unscale_(optimizer := torch.optim.SGD(params, lr=0.1))
+        scaler.unscale_(optimizer)
         with pytest.raises(AssertionError, match="a value was read"):
             scaler.step(optimizer)
 
 
 def test_reports_are_read_when_asked_for() -> None:
-    params = make_params((4, 3), (5,))
-    optimizer = OPTIMIZERS["adamw-fused"](params)
-    scaler = amp_fx.GradScaler("cpu")
-    set_scaled_grads(scaler, params, math.inf)
+    scaler, optimizer, _ = overflown("adamw-fused")
     with NoReads():
-        scaler.step(optimizer)
-        scaler.update()
+        iterate(scaler, optimizer, "step")
         report = scaler.last_step
         assert repr(report) == "StepReport(skipped=<on the device>, overflows=[])"
     assert report is not None
@@ -87,12 +89,8 @@ def test_reports_are_read_when_asked_for() -> None:
 
 @pytest.mark.parametrize("how", ["cleared", "next iteration"])
 def test_other_gradients_are_not_taken_for_those_of_the_step(how: str) -> None:
-    params = make_params((4, 3), (5,))
-    optimizer = OPTIMIZERS["adamw-fused"](params)
-    scaler = amp_fx.GradScaler("cpu")
-    set_scaled_grads(scaler, params, math.inf)
-    scaler.step(optimizer)
-    scaler.update()
+    scaler, optimizer, params = overflown("adamw-fused")
+    iterate(scaler, optimizer, "step")
     report = scaler.last_step
     assert report is not None
     if how == "cleared":
@@ -104,10 +102,7 @@ def test_other_gradients_are_not_taken_for_those_of_the_step(how: str) -> None:
 
 
 def test_an_optimizer_that_waits_names_parameters_before_gradients_are_cleared() -> None:
-    params = make_params((4, 3), (5,))
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    scaler = amp_fx.GradScaler("cpu")
-    set_scaled_grads(scaler, params, math.inf)
+    scaler, optimizer, _ = overflown("sgd-momentum")
     scaler.step(optimizer)
     optimizer.zero_grad()
     assert scaler.last_step is not None

@@ -246,7 +246,8 @@ def test_a_subclass_of_sgd_has_defaults_of_its_own() -> None:
     assert torch.equal(param, expected)
 
 
-def test_signature_and_defaults_are_torchs() -> None:
+def test_class_signature_and_defaults_are_torchs() -> None:
+    assert issubclass(amp_fx.GradScaler, torch.amp.GradScaler)
     theirs = inspect.signature(torch.amp.GradScaler).parameters
     ours = list(inspect.signature(amp_fx.GradScaler).parameters.items())
     positional = {name: p for name, p in ours if p.kind is p.POSITIONAL_OR_KEYWORD}
