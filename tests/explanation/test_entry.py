@@ -20,10 +20,12 @@ from torch.utils.checkpoint import checkpoint
 import amp_fx
 from amp_fx import stats, weight_cache
 from amp_fx.backend import backward, compilers
+from amp_fx.csrc.guards import add_guards
 from amp_fx.errors import ArgumentTypeError, OptionError, PolicyError, UnsupportedError
 from amp_fx.explanation.explanation import SCHEMA
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.regions.state import nesting
+from amp_fx.torch_private.autocast import with_cuda_regions
 from tests import needs
 from tests.composed import Composed
 from tests.models.explained import CASES, mlp
@@ -250,26 +252,18 @@ def on_cuda(model: nn.Sequential) -> nn.Sequential:
 @pytest.mark.parametrize("is_fake", [True, False])
 def test_models_that_are_not_there(is_fake: bool) -> None:
     """Compares dtypes with those of AutocastCUDA on fake tensors."""
-    dtypes: dict[str, str] = {}
+    dtypes: list[str] = []
 
-    def note(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:  # noqa: ARG001
-            dtypes[name] = str(output.dtype).removeprefix("torch.")
+    def note(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+        dtypes.append(str(output.dtype).removeprefix("torch."))
 
-        return hook
-
-    with FakeTensorMode(), torch.no_grad():
+    add_guards()
+    with with_cuda_regions(), FakeTensorMode(), torch.no_grad():
         x, model = torch.empty(8, 16, device="cuda"), on_cuda(mlp())
-        for name, child in model.named_children():
-            child.register_forward_hook(note(name))
-        before = torch.get_autocast_dtype("cuda")
-        torch.set_autocast_enabled("cuda", True)
-        torch.set_autocast_dtype("cuda", torch.bfloat16)
-        try:
+        for child in model:
+            child.register_forward_hook(note)
+        with torch.autocast("cuda", torch.bfloat16):
             model(x)
-        finally:
-            torch.set_autocast_enabled("cuda", False)
-            torch.set_autocast_dtype("cuda", before)
         for child in model:
             child._forward_hooks.clear()
     if is_fake:
@@ -280,7 +274,7 @@ def test_models_that_are_not_there(is_fake: bool) -> None:
     assert (explanation.device_type, explanation.dtype) == ("cuda", "bfloat16")
     assert explanation.is_imagined
     actual = {n.module: n.outputs[0] for n in explanation.nodes if n.kind == "op"}
-    assert {name: tensor.dtype for name, tensor in actual.items()} == dtypes
+    assert [actual[str(i)].dtype for i in range(len(model))] == dtypes
     assert {tensor.device for tensor in actual.values()} == {"cuda"}
 
 

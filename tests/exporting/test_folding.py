@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import amp_fx
+from tests.composed import Composed
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -32,20 +33,16 @@ def test_convolutions_that_share_a_weight(
     kind: Any = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[dims - 1]
     norms: list[Any] = [kind(4, affine=is_affine) for _ in range(2)]
 
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.convolution, self.norms = convolution, nn.ModuleList(norms)
-
-        def forward(self, x: Tensor) -> Tensor:
-            off = torch.autocast(lists, enabled=False)
-            with off if is_off else contextlib.nullcontext():
-                for norm in self.norms:
-                    x = norm(self.convolution(x)).tanh()
-                return x
+    def shared(_: Any, x: Tensor) -> Tensor:
+        off = torch.autocast(lists, enabled=False)
+        with off if is_off else contextlib.nullcontext():
+            for norm in norms:
+                x = norm(convolution(x)).tanh()
+            return x
 
     torch.manual_seed(1234)
-    model, x = Shared(), torch.randn(2, 4, *[3] * dims)
+    model = Composed(shared, convolution=convolution, norms=nn.ModuleList(norms))
+    x = torch.randn(2, 4, *[3] * dims)
     for norm in norms:
         norm.running_mean.uniform_(-1, 1)
         norm.running_var.uniform_(0.5, 2)

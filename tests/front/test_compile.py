@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -389,21 +390,18 @@ def test_importing_amp_fx_does_not_import_dynamo() -> None:
 
 FIRST_USE = """
 import threading
+from concurrent.futures import ThreadPoolExecutor
 import amp_fx
 from torch import nn
 
-barrier, done = threading.Barrier(8), []
+barrier = threading.Barrier(8)
 
-def run():
+def run(_):
     barrier.wait()
-    done.append(amp_fx.compile(nn.Linear(2, 2)))
+    amp_fx.compile(nn.Linear(2, 2))
 
-threads = [threading.Thread(target=run) for _ in range(8)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-assert len(done) == 8, done
+with ThreadPoolExecutor(8) as pool:
+    list(pool.map(run, range(8)))
 """
 
 
@@ -419,7 +417,6 @@ def test_eight_threads() -> None:
     """Compiles and runs in all threads at once, each with another model, region and dtype."""
     num_threads = 8
     barrier = threading.Barrier(num_threads, timeout=120)
-    failures: list[BaseException] = []
     table = {**preset("torch").tables["cpu"], "aten::linear": CastPolicy.FP32}
     wide = preset("torch").with_device("cpu", table)
 
@@ -440,25 +437,18 @@ def test_eight_threads() -> None:
         linear = nn.Linear(size, size).requires_grad_(False)
         x = torch.randn(2, size, requires_grad=True) + 0
         program = amp_fx.compile(body, dtype=dtype, policy=policy, **EAGER)
-        try:
-            with torch.autocast("cpu", dtype, enabled=policy is None):
-                want = linear(linear(x) + index)
-            barrier.wait()
-            for _ in range(5):
-                got = program(x, linear)
-                assert got.dtype == expected, (index, got.dtype)
-                assert torch.equal(got, want), index
-                torch.autograd.backward(got.float().sum())
-            assert not torch.is_autocast_enabled("cpu")
-        except BaseException as error:  # noqa: BLE001, shown by the main thread
-            failures.append(error)
+        with torch.autocast("cpu", dtype, enabled=policy is None):
+            want = linear(linear(x) + index)
+        barrier.wait()
+        for _ in range(5):
+            got = program(x, linear)
+            assert got.dtype == expected, (index, got.dtype)
+            assert torch.equal(got, want), index
+            torch.autograd.backward(got.float().sum())
+        assert not torch.is_autocast_enabled("cpu")
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures[0]
+    with ThreadPoolExecutor(num_threads) as pool:
+        list(pool.map(run, range(num_threads)))
 
 
 class Named(nn.Module):

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from tests.composed import Composed
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -398,133 +400,99 @@ def _at(given: FaultyPart | None, place: str) -> Callable[..., Tensor] | None:
     return given.compute
 
 
-class Attention(nn.Module):
-    def __init__(self, by_hand: Callable[..., Tensor] | None) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mix = by_hand or F.scaled_dot_product_attention
+def attention(by_hand: Callable[..., Tensor] | None) -> nn.Module:
+    mix = by_hand or F.scaled_dot_product_attention
 
-    def forward(self, x: Tensor) -> Tensor:
-        parts = self.qkv(x).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        mixed = self.mix(*parts)
-        result: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return result
+    def forward(module: Any, x: Tensor) -> Any:
+        parts = module.qkv(x).view(*x.shape[:2], 3, HEADS, -1).permute(2, 0, 3, 1, 4)
+        return module.out(mix(*parts).transpose(1, 2).flatten(2))
+
+    return Composed(forward, qkv=nn.Linear(WIDTH, 3 * WIDTH), out=nn.Linear(WIDTH, WIDTH))
 
 
-class MLP(nn.Module):
-    def __init__(self, by_hand: Callable[..., Tensor] | None) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.act = by_hand or F.gelu
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down(self.act(self.up(x)))
-        return result
+def mlp(by_hand: Callable[..., Tensor] | None) -> nn.Module:
+    act = by_hand or F.gelu
+    up, down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+    return Composed(lambda module, x: module.down(act(module.up(x))), up=up, down=down)
 
 
-class Norm(nn.Module):
+def norm(by_hand: Callable[..., Tensor] | None) -> nn.Module:
     """A norm by hand, of what a product has made low."""
 
-    def __init__(self, by_hand: Callable[..., Tensor] | None) -> None:
-        super().__init__()
-        self.by_hand, self.scale = by_hand, nn.Parameter(torch.eye(WIDTH))
+    def forward(module: Any, x: Tensor) -> Any:
+        return F.layer_norm(x, (WIDTH,)) if by_hand is None else by_hand(x @ module.scale)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, (WIDTH,)) if self.by_hand is None else self.by_hand(x @ self.scale)
+    return Composed(forward, scale=nn.Parameter(torch.eye(WIDTH)))
 
 
-class Criterion(nn.Module):
-    def __init__(self, by_hand: Callable[..., Tensor] | None) -> None:
-        super().__init__()
-        self.by_hand = by_hand or F.cross_entropy
+def block(given: FaultyPart | None, place: str) -> nn.Module:
+    def forward(module: Any, x: Tensor) -> Any:
+        x = x + module.attn(module.norm1(x))
+        return x + module.mlp(module.norm2(x))
 
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return self.by_hand(logits, targets)
-
-
-class Block(nn.Module):
-    def __init__(self, given: FaultyPart | None, place: str) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = (Norm(_at(given, f"{place}.norm{i}")) for i in (1, 2))
-        self.attn, self.mlp = (
-            Attention(_at(given, f"{place}.attn")),
-            MLP(_at(given, f"{place}.mlp")),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        result: Tensor = x + self.mlp(self.norm2(x))
-        return result
+    norms = {f"norm{i}": norm(_at(given, f"{place}.norm{i}")) for i in (1, 2)}
+    attn, last = attention(_at(given, f"{place}.attn")), mlp(_at(given, f"{place}.mlp"))
+    return Composed(forward, **norms, attn=attn, mlp=last)
 
 
-class HandmadeGPT(nn.Module):
+def gpt(given: FaultyPart | None) -> nn.Module:
     """A GPT-like model with a part by hand."""
+    loss = _at(given, "criterion.") or F.cross_entropy
 
-    def __init__(self, given: FaultyPart | None) -> None:
-        super().__init__()
-        self.embed, self.position = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(given, f"blocks.{i}") for i in range(3))
-        self.norm, self.head = Norm(_at(given, "norm.")), nn.Linear(WIDTH, WORDS)
-        self.criterion = Criterion(_at(given, "criterion."))
+    def forward(module: Any, tokens: Tensor, targets: Tensor) -> Any:
+        x = module.embed(tokens) + module.position.weight
+        for each in module.blocks:
+            x = each(x)
+        return module.criterion(module.head(module.norm(x)).flatten(0, 1), targets.flatten())
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position.weight
-        for block in self.blocks:
-            x = block(x)
-        loss: Tensor = self.criterion(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
-        return loss
-
-    @staticmethod
-    def inputs() -> tuple[Tensor, ...]:
-        generator = torch.Generator().manual_seed(3)
-        return tuple(torch.randint(WORDS, (2, 4, LENGTH), generator=generator))
+    return Composed(
+        forward,
+        embed=nn.Embedding(WORDS, WIDTH),
+        position=nn.Embedding(LENGTH, WIDTH),
+        blocks=nn.ModuleList(block(given, f"blocks.{i}") for i in range(3)),
+        norm=norm(_at(given, "norm.")),
+        head=nn.Linear(WIDTH, WORDS),
+        criterion=Composed(lambda _, logits, targets: loss(logits, targets)),
+    )
 
 
-class Extra(nn.Module):
-    def __init__(self, by_hand: Callable[..., Tensor] | None) -> None:
-        super().__init__()
-        self.conv, self.by_hand = nn.Conv2d(CHANNELS, CHANNELS, 1), by_hand or F.silu
+def residual(given: FaultyPart | None, place: str) -> nn.Module:
+    compute = _at(given, f"{place}.extra") or F.silu
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.by_hand(self.conv(x))
+    def forward(module: Any, x: Tensor) -> Tensor:
+        h = module.bn2(module.conv2(F.relu(module.bn1(module.conv1(x)))))
+        return F.relu(x + module.extra(h))
 
-
-class Residual(nn.Module):
-    def __init__(self, given: FaultyPart | None, place: str) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = (nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(2))
-        self.bn1, self.bn2 = nn.BatchNorm2d(CHANNELS), nn.BatchNorm2d(CHANNELS)
-        self.extra = Extra(_at(given, f"{place}.extra"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
-        return F.relu(x + self.extra(h))
+    convolutions = {f"conv{i}": nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for i in (1, 2)}
+    norms = {f"bn{i}": nn.BatchNorm2d(CHANNELS) for i in (1, 2)}
+    conv = nn.Conv2d(CHANNELS, CHANNELS, 1)
+    extra = Composed(lambda module, x: compute(module.conv(x)), conv=conv)
+    return Composed(forward, **convolutions, **norms, extra=extra)
 
 
-class HandmadeResNet(nn.Module):
+def resnet(given: FaultyPart | None) -> nn.Module:
     """A ResNet-like model with a part by hand."""
 
-    def __init__(self, given: FaultyPart | None) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, CHANNELS, 3, padding=1), nn.BatchNorm2d(CHANNELS))
-        self.layers = nn.ModuleList(Residual(given, f"layers.{i}") for i in range(2))
-        self.fc = nn.Linear(CHANNELS, 10)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = F.relu(self.stem(x))
-        for layer in self.layers:
+    def forward(module: Any, x: Tensor, y: Tensor) -> Tensor:
+        x = F.relu(module.stem(x))
+        for layer in module.layers:
             x = layer(x)
-        return F.cross_entropy(self.fc(x.mean((2, 3))), y)
+        return F.cross_entropy(module.fc(x.mean((2, 3))), y)
 
-    @staticmethod
-    def inputs() -> tuple[Tensor, ...]:
-        generator = torch.Generator().manual_seed(3)
-        images = torch.randn(8, 3, 12, 12, generator=generator)
-        return images, torch.randint(10, (8,), generator=generator)
+    stem = nn.Sequential(nn.Conv2d(3, CHANNELS, 3, padding=1), nn.BatchNorm2d(CHANNELS))
+    layers = nn.ModuleList(residual(given, f"layers.{i}") for i in range(2))
+    return Composed(forward, stem=stem, layers=layers, fc=nn.Linear(CHANNELS, 10))
 
 
-def model_with(given: FaultyPart | None, kind: str = "") -> Any:
-    """The model that a part belongs to; a sound one of a kind, ``"gpt"`` or ``"resnet"``."""
+def model_with(given: FaultyPart | None, kind: str = "") -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """The model that a part belongs to, or a sound one of a kind, ``"gpt"`` or ``"resnet"``.
+
+    Returns:
+        The model and inputs.
+    """
     torch.manual_seed(0)
-    is_resnet = given.place.startswith("layers") if given is not None else kind == "resnet"
-    return HandmadeResNet(given) if is_resnet else HandmadeGPT(given)
+    generator = torch.Generator().manual_seed(3)
+    if given.place.startswith("layers") if given is not None else kind == "resnet":
+        images = torch.randn(8, 3, 12, 12, generator=generator)
+        return resnet(given), (images, torch.randint(10, (8,), generator=generator))
+    return gpt(given), tuple(torch.randint(WORDS, (2, 4, LENGTH), generator=generator))

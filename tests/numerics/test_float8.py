@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import amp_fx
+from tests.composed import Composed
 from tests.float8.torchao_oracle import RECIPES
 
 pytestmark = [
@@ -30,37 +31,30 @@ def test_a_cast_of_the_program_that_overflows() -> None:
         assert report.suspects[0].kind == "overflow"
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 128), nn.Linear(128, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
-        return x + y
-
-
-def spoil(model: nn.Module, index: int) -> None:
-    with torch.no_grad():
-        model.get_parameter(f"blocks.{index}.up.bias")[3] = 1e6
-        model.get_parameter(f"blocks.{index}.down.weight")[:, 3] = 1e-9
+def block() -> Composed:
+    up, down = nn.Linear(64, 128), nn.Linear(128, 64)
+    return Composed(
+        lambda m, x: x + m.down(nn.functional.gelu(m.up(m.norm(x)))),
+        norm=nn.LayerNorm(64),
+        up=up,
+        down=down,
+    )
 
 
-class Stack(nn.Module):
+def stack() -> Composed:
     """Blocks; in the third one, a column of an input is huge, and little of it is read."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(32, 64)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.last = nn.Linear(64, 16)
-        spoil(self, 2)
+    def forward(model: Any, x: Tensor) -> Tensor:
+        x = model.first(x)
+        for each in model.blocks:
+            x = each(x)
+        return loss_of(model.last(x))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return loss_of(self.last(x))
+    blocks = nn.ModuleList(block() for _ in range(4))
+    with torch.no_grad():
+        blocks.get_parameter("2.up.bias")[3] = 1e6
+        blocks.get_parameter("2.down.weight")[:, 3] = 1e-9
+    return Composed(forward, first=nn.Linear(32, 64), blocks=blocks, last=nn.Linear(64, 16))
 
 
 def error_under(policy: Any, model: nn.Module, x: Tensor) -> float:
@@ -81,7 +75,7 @@ def error_under(policy: Any, model: nn.Module, x: Tensor) -> float:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_search_finds_the_product_that_does_not_stand_float8(recipe: str, tmp_path: Any) -> None:
     torch.manual_seed(0)
-    model, x = Stack(), torch.randn(64, 32)
+    model, x = stack(), torch.randn(64, 32)
     assert error_under("float8-" + recipe, model, x) > 0.1
     search = amp_fx.search(model, policy=f"float8-{recipe}", tolerance=0.1)
     result = search(x)

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import fx, nn
-from torch.nn import functional
 
 import amp_fx
 from amp_fx.backend import compilers
@@ -25,6 +24,7 @@ from amp_fx.passes.base import PassResult
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.weights.store import Store
 from tests import needs
+from tests.composed import Composed
 
 INDUCTOR = needs.CPP_COMPILER
 EAGER: dict[str, Any] = {"compiler": "eager"}
@@ -138,25 +138,19 @@ def test_a_cached_value_that_differs_is_named(monkeypatch: pytest.MonkeyPatch) -
     assert amp_fx.verify(net(), options={**options, **report.remedy})(x()).is_equal
 
 
-class Twice(nn.Module):
+def twice(model: Any, x: torch.Tensor) -> Any:
     """Uses a weight on both sides of a graph break."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.tanh(self.linear(x))
-        torch._dynamo.graph_break()
-        out: torch.Tensor = self.linear(y)
-        return out
+    y = torch.tanh(model.linear(x))
+    torch._dynamo.graph_break()
+    return model.linear(y)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's, at a graph break
 def test_a_weight_that_several_graphs_cast_is_named() -> None:
     """Eager autocast adds its gradients in low precision, graphs in float32."""
     torch.manual_seed(0)
-    report = amp_fx.verify(Twice(), options=EAGER)(torch.randn(8, 16))
+    model = Composed(twice, linear=nn.Linear(16, 16))
+    report = amp_fx.verify(model, options=EAGER)(torch.randn(8, 16))
     names = {each.what for each in report.differences}
     assert names == {"gradient of linear.weight", "gradient of linear.bias"}
     assert "a weight that several graphs cast" in report.cause
@@ -169,18 +163,6 @@ def test_generated_code_of_an_op_is_named() -> None:
     assert report.first.op in ("tanh", "gelu")
     assert "generated code" in report.cause
     assert report.remedy == {"numerics": "eager"}
-
-
-class Squares(nn.Module):
-    """Whose generated code has ATen's bits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.down(functional.relu(self.up(x)).neg())
-        return y
 
 
 @INDUCTOR
@@ -201,7 +183,11 @@ def test_a_wrong_lowering_is_found(numerics: str, stage: str) -> None:
 
     options = {"numerics": numerics, "post_grad_custom_post_pass": change, "fx_graph_cache": False}
     torch.manual_seed(0)
-    report = amp_fx.verify(Squares(), options=options)(x())
+    linears = {name: nn.Linear(16, 16, bias=False) for name in ("up", "down")}
+    model = Composed(
+        lambda m, x: m.down(m.up(x).relu().neg()), **linears
+    )  # compiled to ATen's bits
+    report = amp_fx.verify(model, options=options)(x())
     assert report.first is not None
     assert (report.first.stage, report.first.op) == (stage, "neg")
     assert "inductor" in report.cause
