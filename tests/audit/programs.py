@@ -77,19 +77,28 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 16), torch.randint(16, (8,))
 
 
-def training(
-    model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None = None
+def trained(
+    optimizer: torch.optim.Optimizer, loss_of: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[..., Any]:
     def step(x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()
-        with torch.autocast("cpu", BFLOAT16, enabled=dtype is None):
-            logits = model(x if dtype is None else x.to(dtype))
-            loss = F.cross_entropy(logits.float(), y)
+        loss = loss_of(x, y)
         loss.backward()
         optimizer.step()  # here
         return loss
 
     return step
+
+
+def training(
+    model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype | None = None
+) -> Callable[..., Any]:
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", BFLOAT16, enabled=dtype is None):
+            logits = model(x if dtype is None else x.to(dtype))
+            return F.cross_entropy(logits.float(), y)
+
+    return trained(optimizer, loss_of)
 
 
 @sound("all")
@@ -111,15 +120,11 @@ def one_norm_that_stays_at_one() -> Any:
     model[2].bfloat16()  # type: ignore[index]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        optimizer.zero_grad()
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
         hidden = model[:2](x).bfloat16()  # type: ignore[index]
-        loss = F.cross_entropy(model[3](model[2](hidden).float()), y)  # type: ignore[index]
-        loss.backward()
-        optimizer.step()  # here
-        return loss
+        return F.cross_entropy(model[3](model[2](hidden).float()), y)  # type: ignore[index]
 
-    return step, batch(), {}
+    return trained(optimizer, loss_of), batch(), {}
 
 
 @sound("update_lost")
@@ -278,32 +283,18 @@ def state_in_float32() -> Any:
     return step, inputs, options
 
 
-@planted("gradient_sum_low")
-def micro_batches_on_low_weights() -> Any:
-    model = net().bfloat16()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e3)
+@planted("gradient_sum_low", "micro_batches_on_low_weights", dtype=BFLOAT16)
+@sound("gradient_sum_low", "micro_batches", dtype=torch.float32)
+def _micro_batches(*, dtype: torch.dtype) -> Any:
+    model = net().to(dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e3 if dtype == BFLOAT16 else 0.1)
 
     def step(x: Tensor, y: Tensor) -> None:
         optimizer.zero_grad()
         for part in range(4):
-            logits = model(x[2 * part :][:2].bfloat16()).float()
+            with torch.autocast("cpu", enabled=dtype == torch.float32):
+                logits = model(x[2 * part :][:2].to(dtype)).float()
             F.cross_entropy(logits, y[2 * part :][:2]).backward()  # here
-        optimizer.step()
-
-    return step, batch(), {}
-
-
-@sound("gradient_sum_low")
-def micro_batches() -> Any:
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(x: Tensor, y: Tensor) -> None:
-        optimizer.zero_grad()
-        for part in range(4):
-            with torch.autocast("cpu"):
-                loss = F.cross_entropy(model(x[2 * part :][:2]), y[2 * part :][:2])
-            loss.backward()
         optimizer.step()
 
     return step, batch(), {}
@@ -735,37 +726,23 @@ def _stored(dtype: torch.dtype) -> Any:
     model = net().to(dtype)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e3)
 
-    def step(x: Tensor, y: Tensor) -> None:
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cpu", BFLOAT16):  # here
-            loss = F.cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
+            return F.cross_entropy(model(x), y)
 
-    return step, batch(), {}
+    return trained(optimizer, loss_of), batch(), {}
 
 
-@sound("weights_low")
-def frozen_low_weights_with_a_trained_part() -> Any:
-    model, adapter = net().bfloat16().requires_grad_(False), nn.Linear(16, 16)
-    optimizer = torch.optim.AdamW(adapter.parameters())
+@sound("weights_low", "frozen_low_weights_with_a_trained_part", has_optimizer=True)
+@sound("weights_low", "frozen_low_weights_without_an_optimizer", has_optimizer=False)
+def _frozen(*, has_optimizer: bool) -> Any:
+    model, adapter = low_net().requires_grad_(False), linear()
 
-    def step(x: Tensor, y: Tensor) -> None:
-        with torch.autocast("cpu", BFLOAT16):
-            loss = F.cross_entropy(adapter(model(x)), y)
-        loss.backward()
-        optimizer.step()
-
-    return step, batch(), {}
-
-
-@sound("weights_low")
-def frozen_low_weights_without_an_optimizer() -> Any:
-    model, adapter = net().bfloat16().requires_grad_(False), nn.Linear(16, 16)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cpu", BFLOAT16):
             return F.cross_entropy(adapter(model(x)), y)
 
+    step = trained(torch.optim.AdamW(adapter.parameters()), loss_of) if has_optimizer else loss_of
     return step, batch(), {}
 
 

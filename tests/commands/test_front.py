@@ -21,25 +21,21 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "__version__" in amp_fx.__all__
 
 
+NAMES = ("a_block_with_a_name_that_is_long", "an_inner_module_with_another_name_that_is_long")
+LONG = ".".join(NAMES)
+
+
 class WithALongName(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a_block_with_a_name_that_is_long = nn.ModuleDict(
-            {"an_inner_module_with_another_name_that_is_long": nn.Linear(4, 4)}
-        )
+        self.add_module(NAMES[0], nn.ModuleDict({NAMES[1]: nn.Linear(4, 4)}))
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        inner = self.a_block_with_a_name_that_is_long
-        x = inner["an_inner_module_with_another_name_that_is_long"](args[0])
-        result: torch.Tensor = x + kwargs["bias"]
-        return result
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.get_submodule(LONG)(args[0]) + kwargs["bias"]
 
 
 def named(model: nn.Module, hidden: torch.Tensor, bias: torch.Tensor) -> None:
     """The signature that a wrapper of ``forward`` has, as decorators leave it."""
-
-
-LONG = "a_block_with_a_name_that_is_long.an_inner_module_with_another_name_that_is_long"
 
 
 def test_names_are_whole_where_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:

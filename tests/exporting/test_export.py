@@ -131,20 +131,11 @@ def test_views_of_weights_are_views_of_the_low_ones() -> None:
 
 
 def test_the_model_stays_as_it_was() -> None:
-    class Counts(nn.Module):
-        calls: Tensor
+    def counts(model: Any, x: Tensor) -> Any:
+        model.calls += 1
+        return model.layer(x)
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            found: Tensor = self.layer(x)
-            return found
-
-    model, x = Counts().train(), torch.randn(2, 8)
+    model, x = Composed(counts, layer=square(), calls=nn.Buffer(torch.zeros(()))), torch.randn(2, 8)
     before = copy.deepcopy(model.state_dict())
     kind, attributes = type(model), set(vars(model))
     program = amp_fx.export(model, (x,), dtype="bf16")
@@ -233,32 +224,25 @@ def test_of_a_compiled_model_what_was_compiled() -> None:
     same_bits(program.module()(x), eager(model, x, dtype=torch.float16).float())
 
 
-class Written(nn.Module):
+def written() -> Any:
     """Writes a buffer that it reads, and has one that it only reads, and a constant."""
 
-    state: Tensor
-    last: Tensor
-    mask: Tensor
+    def forward(model: Any, x: Tensor) -> Any:
+        model.state.lerp_((x.mT @ x).float(), 0.5)
+        model.last.copy_(model.layer(x))
+        return model.layer(x) @ model.state.clone() @ model.mask @ model.constant
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-        self.register_buffer("state", torch.zeros(8, 8))
-        self.register_buffer("last", torch.zeros(3, 8))
-        self.register_buffer("mask", torch.randn(8, 8), persistent=False)
-        self.constant = torch.randn(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.state.lerp_((x.mT @ x).float(), 0.5)
-        self.last.copy_(self.layer(x))
-        found: Tensor = self.layer(x) @ self.state.clone() @ self.mask @ self.constant
-        return found
+    model = Composed(forward, layer=square(), constant=torch.randn(8, 8))
+    model.register_buffer("state", torch.zeros(8, 8))
+    model.register_buffer("last", torch.zeros(3, 8))
+    model.register_buffer("mask", torch.randn(8, 8), persistent=False)
+    return model
 
 
 @pytest.mark.parametrize("is_decomposed", [False, True])
 @pytest.mark.parametrize("is_ambient", [False, True])
 def test_an_exported_program_is_rewritten(is_decomposed: bool, is_ambient: bool) -> None:
-    model, x = Written(), torch.randn(3, 8)
+    model, x = written(), torch.randn(3, 8)
     given = torch.export.export(copy.deepcopy(model), (x,))
     if is_decomposed:
         given = given.run_decompositions()

@@ -21,6 +21,7 @@ onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+from tests.composed import Composed  # noqa: E402
 from tests.exporting import onnx_nodes  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings(
@@ -115,26 +116,19 @@ def test_what_a_runtime_can_do_is_left_to_it() -> None:
     torch.testing.assert_close(only_norms.module()(x), program.module()(x), rtol=1e-2, atol=1e-2)
 
 
-class Writes(nn.Module):
+def writes(model: Any, x: torch.Tensor) -> Any:
     """Writes a low tensor in place, which another one is a view of, and a buffer."""
-
-    total: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.layer = nn.LayerNorm(8), nn.Linear(8, 8)
-        self.register_buffer("total", torch.zeros(8))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        y = self.layer(x)
-        row = y[0]
-        y.add_(1).mul_(0.3)
-        self.total.add_(row)
-        return self.norm(y), row * 2, self.total + 0
+    y = model.layer(x)
+    row = y[0]
+    y.add_(1).mul_(0.3)
+    model.total.add_(row)
+    return model.norm(y), row * 2, model.total + 0
 
 
 def test_programs_that_write() -> None:
-    program = amp_fx.export(Writes(), (x := torch.randn(2, 8),), dtype="bf16")
+    members = {"norm": nn.LayerNorm(8), "layer": nn.Linear(8, 8)}
+    model, x = Composed(writes, **members, total=nn.Buffer(torch.zeros(8))), torch.randn(2, 8)
+    program = amp_fx.export(model, (x,), dtype="bf16")
     modules = [amp_fx.for_onnx(program).module(), program.module()]
     for _ in range(2):
         found, expected = (module(x) for module in modules)

@@ -122,6 +122,46 @@ def test_accelerate(name: str, is_prepared_before: bool) -> None:
     assert [row[-1].count for row in rows] == [NUM_STEPS - len(bad) for bad in overflows]
 
 
+def with_fabric(scaler: Any, model: Any, optimizer: Any) -> None:
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins import MixedPrecision
+
+    plugin = MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    model, optimizer = fabric.setup(model, optimizer)
+    for i in range(5):
+        optimizer.zero_grad()
+        fabric.backward(model(batch(i, (1,))).square().mean())
+        if i != 1:
+            fabric.clip_gradients(model, optimizer, max_norm=0.1)
+        optimizer.step()
+
+
+def with_accelerate(scaler: Any, model: Any, optimizer: Any) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = scaler
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for i in range(5):
+        optimizer.zero_grad()
+        accelerator.backward(model(batch(i, (1,))).square().mean())
+        optimizer.step()
+        assert optimizer.step_was_skipped == (i == 1)
+
+
+@pytest.mark.parametrize("trainer", [with_fabric, with_accelerate])
+def test_numbers_are_those_of_torchs_scaler(trainer: Any) -> None:
+    results = []
+    for scaler in (amp_fx.GradScaler("cpu"), torch.amp.GradScaler("cpu")):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        trainer(scaler, model, OPTIMIZERS["adamw"](model.parameters()))
+        results.append([*model.parameters(), torch.tensor(scaler.get_scale())])
+    assert results[0][-1].item() < 2.0**16
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
