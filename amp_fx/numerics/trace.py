@@ -75,14 +75,14 @@ class Trace:
 
     def diff(self, other: Trace) -> TraceDiff:
         """Compares with a trace of another run of the same program."""
-        num_aligned = len(aligned(self.ops, other.ops))
+        pairs = aligned(self.ops, other.ops)
         return TraceDiff(
             before=self.name,
             after=other.name,
-            num_aligned=num_aligned,
-            only_before=len(self.ops) - num_aligned,
-            only_after=len(other.ops) - num_aligned,
-            ops=tuple(op_differences(self.ops, other.ops)),
+            num_aligned=len(pairs),
+            only_before=len(self.ops) - len(pairs),
+            only_after=len(other.ops) - len(pairs),
+            ops=tuple(op_differences(self.ops, other.ops, pairs)),
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

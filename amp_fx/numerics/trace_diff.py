@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from amp_fx.numerics.equality import Difference, compare, relative_error
 from amp_fx.numerics.records import UNIT, grouped, number
@@ -100,7 +100,9 @@ class OpDifference:
         return f"{stage}{self.op}{where}{source}; {self.difference}"
 
 
-def op_differences(before: Sequence[TracedOp], after: Sequence[TracedOp]) -> Iterator[OpDifference]:
+def op_differences(
+    before: Sequence[TracedOp], after: Sequence[TracedOp], pairs: dict[int, int]
+) -> Iterator[OpDifference]:
     """Yields the ops that differ, in the order of the first trace.
 
     The first one is named by an op that the second trace has before it and the first one lacks, if
@@ -109,8 +111,8 @@ def op_differences(before: Sequence[TracedOp], after: Sequence[TracedOp]) -> Ite
     Args:
         before: The first trace.
         after: The other one.
+        pairs: The indices of ops that both traces have.
     """
-    pairs = dict(aligned(before, after))
     known, errors = set(pairs.values()), list[float]()
     for index, one in enumerate(before):
         error_in = max((errors[i] for i in one.inputs), default=0.0)
@@ -149,28 +151,24 @@ def _added(trace: Sequence[TracedOp], op: TracedOp, known: set[int]) -> TracedOp
     return None
 
 
-def aligned(before: Sequence[TracedOp], after: Sequence[TracedOp]) -> list[tuple[int, int]]:
-    """Returns the indices of ops that two traces have in common, in the order of the first.
+def aligned(before: Sequence[TracedOp], after: Sequence[TracedOp]) -> dict[int, int]:
+    """Returns the indices of ops that two traces have in common.
 
     The longest common sequences of ops are aligned in each module; the order of modules may differ.
     """
-
-    def groups(ops: Sequence[TracedOp]) -> dict[tuple[str, str], list[int]]:
-        return grouped(range(len(ops)), lambda index: (ops[index].stage, ops[index].module))
-
-    def keys(trace: Sequence[TracedOp], members: list[int]) -> list[Any]:
-        ops = [trace[index] for index in members]
-        return [(op.op, op.shape) for op in ops]
-
-    ours, theirs = groups(before), groups(after)
-    pairs = []
+    ours, theirs = (
+        grouped(enumerate(trace), lambda item: (item[1].stage, item[1].module))
+        for trace in (before, after)
+    )
+    pairs = {}
     for place in ours.keys() & theirs.keys():
         left, right = ours[place], theirs[place]
-        matcher = difflib.SequenceMatcher(None, keys(before, left), keys(after, right), False)
+        one, other = ([(op.op, op.shape) for _, op in items] for items in (left, right))
+        matcher = difflib.SequenceMatcher(None, one, other, False)
         for block in matcher.get_matching_blocks():
-            several = range(block.size)
-            pairs += [(left[block.a + i], right[block.b + i]) for i in several]
-    return sorted(pairs)
+            for i in range(block.size):
+                pairs[left[block.a + i][0]] = right[block.b + i][0]
+    return pairs
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
