@@ -34,7 +34,7 @@ from amp_fx.numerics.asked import (
 from amp_fx.numerics.entry import examine
 from amp_fx.numerics.equality import relative_error
 from amp_fx.numerics.minimizer import Minimizer
-from amp_fx.numerics.records import number
+from amp_fx.numerics.records import grouped, number
 from amp_fx.numerics.running import loss_of
 from amp_fx.numerics.search_result import Evaluation, SearchResult, Unit
 from amp_fx.numerics.suspects import common_pattern, weight_of
@@ -109,37 +109,35 @@ def units_of(
     labels = [label for label, _ in report.roots]
     has_float8 = any(low_ops.values())
     alike: Callable[[str], str] = str if has_float8 else without_numbers
-    nodes: dict[tuple[str, str], list[OpRecord]] = {}
-    modules: dict[tuple[str, str], list[str]] = {}
-    for node in () if has_float8 else _low_ops(report):
-        path = path_in_root(node.module, labels)
-        nodes.setdefault((alike(path), node.op), []).append(node)
-        modules.setdefault((alike(path), node.op), []).append(path)
-    for path, op in [key for key, is_float8 in low_ops.items() if is_float8 is has_float8]:
-        modules.setdefault((alike(path), op), []).append(path)
-    paths = [path_in_root(suspect.module.replace("*", "0"), labels) for suspect in report.suspects]
+    ops: list[tuple[str, str, OpRecord | None]] = [
+        (path_in_root(node.module, labels), node.op, node)
+        for node in report.nodes
+        if not has_float8 and node.stage == "forward" and node.op and node.dtype in LOW_DTYPES
+    ]
+    ops += [(*place, None) for place, is_float8 in low_ops.items() if is_float8 is has_float8]
     suspects = {
-        (alike(path), suspect.op): suspect
-        for path, suspect in zip(paths, report.suspects, strict=True)
+        (alike(path_in_root(suspect.module.replace("*", "0"), labels)), suspect.op): suspect
+        for suspect in report.suspects
         if suspect.is_mendable
     }
     order = {key: place for place, key in enumerate(suspects)}
     patterns = [path_in_root(pattern, labels) for pattern in keep]
-    kept = [key for key, paths in modules.items() if not any(is_inside(p, patterns) for p in paths)]
-    kept.sort(key=lambda key: (order.get(key, len(order)), -weight_of(nodes.get(key, []))))
-    units = []
-    for key in kept:
+    ranked = []
+    for key, members in grouped(ops, lambda op: (alike(op[0]), op[1])).items():
+        paths = dict.fromkeys(path for path, _, _ in members)
+        if any(is_inside(path, patterns) for path in paths):
+            continue
         suspect = suspects.get(key)
         kind, why = ("", "") if suspect is None else (suspect.kind, suspect.why)
-        distinct = list(dict.fromkeys(modules[key]))
-        units.append(Unit(common_pattern(distinct) or "*", key[1], why, kind))
-    return units
+        unit = Unit(common_pattern([*paths]) or "*", key[1], why, kind)
+        weight = weight_of([node for _, _, node in members if node is not None])
+        ranked.append((order.get(key, len(order)), -weight, unit))
+    ranked.sort(key=lambda each: each[:2])
+    return [unit for _, _, unit in ranked]
 
 
-def _low_ops(report: AccuracyReport) -> list[OpRecord]:
-    """Returns the low ops of the forward that a policy can change."""
-    forward = [node for node in report.nodes if node.stage == "forward" and node.op]
-    return [node for node in forward if node.dtype in ("float16", "bfloat16")]
+LOW_DTYPES = ("float16", "bfloat16")
+"""Names of the dtypes of ops that a policy can run in float32."""
 
 
 def path_in_root(module: str, roots: Iterable[str]) -> str:
