@@ -142,8 +142,7 @@ def measure_float(
         result, repeated, shadow = parts  # type: ignore[assignment]
     wide = result.to(shadow.dtype)  # arithmetic on two dtypes takes five times as long
     eps = None if repeated is None else torch.sub(wide, repeated)
-    error = eps if repeated is shadow else torch.sub(wide, shadow)
-    assert error is not None
+    error = torch.sub(wide, shadow) if eps is None or repeated is not shadow else eps
     low, high = torch.aminmax(shadow)
     numbers = {"low": low, "high": high, "error_sq": _square(error), "shadow_sq": _square(shadow)}
     if eps is not None and repeated is not None:
@@ -189,26 +188,24 @@ def _measure_again(
     found: Measures, result: torch.Tensor, repeated: torch.Tensor | None, shadow: torch.Tensor
 ) -> None:
     """Measures finite elements in float64, and counts the others."""
-    wide = [None if t is None else t.to(torch.float64) for t in (result, repeated, shadow)]
-    y, r, s = wide
-    assert y is not None
-    assert s is not None
-    bad = ~y.isfinite()
-    fine = s.isfinite() & ~bad
-    if r is not None:
-        found.overflows = int((bad & r.isfinite()).sum())
-        if found.overflows:
-            found.fills = _num_fills(y, r)
-        found.inherited = int((bad & ~r.isfinite() & s.isfinite()).sum())
-        found.poisoned = int((y.isnan() & r.isnan() & ~s.isnan()).sum())
-        here = r.isfinite() & ~bad
-        found.local_sq = float(((y - r)[here] ** 2).sum())
-        found.local_ref_sq = float((r[here] ** 2).sum())
-    else:
-        found.inherited = int((bad & s.isfinite()).sum())
-        found.poisoned = int((y.isnan() & ~s.isnan()).sum())
-    found.error_sq = float(((y - s)[fine] ** 2).sum())
-    found.shadow_sq = float((s[fine] ** 2).sum())
+    result, shadow = result.double(), shadow.double()
+    bad = ~result.isfinite()
+    inherited, poisoned = bad & shadow.isfinite(), result.isnan() & ~shadow.isnan()
+    found.error_sq, found.shadow_sq = _finite_squares(result, shadow)
+    if repeated is not None:
+        repeated = repeated.double()
+        inherited, poisoned = inherited & ~repeated.isfinite(), poisoned & repeated.isnan()
+        found.overflows = int((bad & repeated.isfinite()).sum())
+        found.fills = _num_fills(result, repeated) if found.overflows else 0
+        found.local_sq, found.local_ref_sq = _finite_squares(result, repeated)
+    found.inherited, found.poisoned = int(inherited.sum()), int(poisoned.sum())
+
+
+def _finite_squares(result: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
+    """Returns the sums of squares of the error and of the reference, where both are finite."""
+    both = result.isfinite() & reference.isfinite()
+    low, exact = result[both], reference[both]
+    return float((low - exact).square().sum()), float(exact.square().sum())
 
 
 def _num_fills(result: torch.Tensor, repeated: torch.Tensor) -> int:
