@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,20 +32,14 @@ LEAST_SHARE = 0.05
 all products of the forward."""
 
 
-@dataclasses.dataclass
-class _Products:
-    """The products of a region: whether any was cast, and the first one that was not."""
-
-    is_cast: bool = False
-    other: Event | None = None
-
-
 class RegionRule(Rule):
     """Finds ``float32_product``, ``region_without_effect`` and ``backward_in_region``."""
 
     def __init__(self, regions: Regions) -> None:
         self._regions = regions
-        self._products: dict[Region, _Products] = {}
+        self._casting: set[Region] = set()
+        self._products: dict[Region, Event] = {}
+        """The first product of each region."""
         self._float32: list[Event] = []
         self._flops = 0
         self._backward: tuple[NodeLocation, Region] | None = None
@@ -62,10 +55,9 @@ class RegionRule(Rule):
     def forward(self, event: Event) -> None:
         """Notes products by region."""
         region = event.region
-        if event.name == "_to_copy" and event.function not in CASTS and region is not None:
-            self._products.setdefault(region, _Products()).is_cast |= is_below_float32(
-                event.results[0].dtype
-            )
+        is_cast = event.name == "_to_copy" and event.function not in CASTS
+        if is_cast and region is not None and is_below_float32(event.results[0].dtype):
+            self._casting.add(region)
         if not event.flops or not event.floats:
             return
         self._flops += event.flops
@@ -77,9 +69,8 @@ class RegionRule(Rule):
             return
         has_low = any(is_below_float32(tensor.dtype) for tensor in event.floats)
         for outer in self._regions.entered:
-            products = self._products.setdefault(outer, _Products())
-            products.is_cast |= has_low
-            products.other = products.other or event
+            self._casting |= {outer} if has_low else set()
+            self._products.setdefault(outer, event)
         if region is not None and region.is_enabled and is_float32 and not _is_by_policy(event):
             self._float32.append(event)
 
@@ -106,10 +97,9 @@ class RegionRule(Rule):
 
     def _without_effect(self) -> Iterator[Finding]:
         """Yields the lines whose regions cast nothing in any entry."""
-        effective = {r.site for r, products in self._products.items() if products.is_cast}
-        for region, products in self._products.items():
-            event = products.other
-            if event is None or not region.is_asked or region.site in effective:
+        effective = {region.site for region in self._casting}
+        for region, event in self._products.items():
+            if not region.is_asked or region.site in effective:
                 continue
             dtypes = ", ".join(sorted({dtype_name(tensor.dtype) for tensor in event.floats}))
             device = event.floats[0].device.type
