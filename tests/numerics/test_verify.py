@@ -412,6 +412,17 @@ def test_a_loss_can_be_given_and_dtypes_count() -> None:
     assert "instead of torch.bfloat16" in str(report)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_batches_of_worker_processes() -> None:
+    """An iterator of the step starts anew in each run; one from outside goes on."""
+    data = torch.utils.data.TensorDataset(torch.randn(16, 16))
+    loader = torch.utils.data.DataLoader(data, 4, shuffle=True, num_workers=2)
+    model, batches = net(), iter(loader)
+    assert amp_fx.verify(lambda: model(next(iter(loader))[0]), options=EAGER)().is_equal
+    report = amp_fx.verify(lambda: model(next(batches)[0]), options=EAGER)()
+    assert report.cause == "eager code gives other bits in every run: nothing can be compared"
+
+
 def test_what_eager_code_does_not_repeat_is_said() -> None:
     calls: list[int] = []
 
