@@ -61,17 +61,16 @@ class Step:
     @functools.cached_property
     def parameters(self) -> dict[str, torch.Tensor]:
         """The parameters and other leaves that the program knows, by name."""
-        leaves = (
-            each for each in leaves_of(self.function) if not isinstance(each, torch.nn.Parameter)
-        )
-        others = (("tensor", leaf) for leaf in leaves)
-        more = (("parameter of the optimizer", p) for p in parameters_of(*self._optimizers()))
-        return _named([self.paths.named_parameters(), others, more])
+        leaves = [t for t in leaves_of(self.function) if not isinstance(t, torch.nn.Parameter)]
+        others = [(f"tensor {number}", leaf) for number, leaf in enumerate(leaves)]
+        more = enumerate(parameters_of(*self._optimizers()))
+        given = [(f"parameter {number} of the optimizer", p) for number, p in more]
+        return _named(self.paths.named_parameters(), others, given)
 
     @functools.cached_property
     def buffers(self) -> dict[str, torch.Tensor]:
         """The buffers, by name."""
-        return _named([self.paths.named_buffers()])
+        return _named(self.paths.named_buffers())
 
     def call(self, function: Callable[..., Any]) -> Any:
         """Calls a form of the program with the arguments."""
@@ -138,17 +137,12 @@ class Step:
         return found
 
 
-def _named(groups: Iterable[Iterable[tuple[str, torch.Tensor]]]) -> dict[str, torch.Tensor]:
-    """Returns each tensor once; equal names of several tensors get a number."""
-    found: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in itertools.chain.from_iterable(groups):
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            numbered = (f"{name} ({number})" for number in itertools.count(2))
-            free = itertools.chain([name], numbered)
-            found[next(n for n in free if n not in found)] = tensor
-    return found
+def _named(*groups: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Returns each tensor once, under its first name."""
+    first: dict[int, tuple[str, torch.Tensor]] = {}
+    for named in itertools.chain(*groups):
+        first.setdefault(id(named[1]), named)
+    return dict(first.values())
 
 
 def _differentiate(result: Any, loss: Callable[[Any], Any] | None, watch: Context) -> None:
