@@ -15,7 +15,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import amp_fx
-from tests.distributed.spawn import run_cases
 
 BFLOAT16 = torch.bfloat16
 
@@ -114,6 +113,3 @@ def largest(rank: int) -> Any:
 
 
 CASES = (*(ddp, ddp_compressed, fsdp2, fsdp2_low, tensor_parallel, tensor_parallel_low), largest)
-
-if __name__ == "__main__":
-    run_cases(CASES)

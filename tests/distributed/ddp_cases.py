@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp_fx
 from amp_fx import stats
+from amp_fx.replaced import replaced
 from tests.distributed.nets import (
     Net,
     as_it_is,
@@ -35,17 +38,7 @@ bare = contextlib.nullcontext
 
 def small_buckets() -> Any:
     """Makes ``DDPOptimizer`` split even a small model into several parts."""
-    return _patched(dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1024)
-
-
-@contextlib.contextmanager
-def _patched(module: Any, name: str, value: Any) -> Any:
-    old = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, old)
+    return replaced((dist, "_DEFAULT_FIRST_BUCKET_BYTES", 1024))
 
 
 def wrap(compile_: Any, **options: Any) -> Any:
@@ -56,12 +49,7 @@ def inside(rank: int) -> Any:
     """``DDP(torch.compile(model))``, gradients summed every time and once per update."""
     return {
         "each": compare(wrap, rank),
-        "no_sync": compare(
-            lambda c: DistributedDataParallel(c(make_net())),
-            rank,
-            context=bare,
-            without_sync=lambda m: m.no_sync(),
-        ),
+        "no_sync": compare(wrap, rank, context=bare, without_sync=lambda m: m.no_sync()),
     }
 
 
@@ -105,9 +93,7 @@ def zero(rank: int) -> Any:
             lr=1e-2,
         )
 
-    return compare(
-        lambda c: DistributedDataParallel(c(make_net())), rank, make_optimizer=make_optimizer
-    )
+    return compare(wrap, rank, make_optimizer=make_optimizer)
 
 
 class Checkpointed(Net):
@@ -174,8 +160,9 @@ def collectives(rank: int) -> Any:
     return found
 
 
-def saved(rank: int, folder: str) -> Any:
+def saved(rank: int) -> Any:
     """A checkpoint of a compiled model goes into an eager one, and back into it after training."""
+    folder = str(Path(sys.argv[3]) / "checkpoint")
     model = DistributedDataParallel(compiled(make_net()))
     x = batch(0, 0, 0)[0]
     with torch.no_grad(), autocast():

@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 import amp_fx
 from amp_fx import stats
+from amp_fx.replaced import replaced
 from tests.distributed.nets import OPTIONS, as_it_is, compare, compiled, make_net
 
 if TYPE_CHECKING:
@@ -29,26 +30,22 @@ CAN_TELL_APART = "param_dtype_override_fn" in FIELDS
 
 @contextlib.contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """Bytes that this process hands to collectives."""
+    """Counts the bytes that this process hands to collectives."""
     sent = {"gathered": 0, "reduced": 0}
-    kinds = {"gathered": "all_gather_single", "reduced": "reduce_scatter_single"}
-    originals = {name: getattr(dist, name) for name in kinds.values()}
 
-    def counting(key: str, original: Any) -> Any:
+    def counting(key: str, name: str) -> Any:
+        original = getattr(dist, name)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             given = kwargs["input"] if "input" in kwargs else args[1]
             sent[key] += given.numel() * given.element_size()
             return original(*args, **kwargs)
 
-        return call
+        return dist, name, call
 
-    for key, name in kinds.items():
-        setattr(dist, name, counting(key, originals[name]))
-    try:
+    gathers = counting("gathered", "all_gather_single")
+    with replaced(gathers, counting("reduced", "reduce_scatter_single")):
         yield sent
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 def without_sync(model: Any) -> Any:

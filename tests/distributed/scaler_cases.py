@@ -6,9 +6,11 @@ All ranks see the same batches, so that each wrapper trains what one process tra
 from __future__ import annotations
 
 import math
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -27,9 +29,9 @@ BAD_UPDATE = 1
 MAX_NORM = 0.5
 
 
-def tensor_parallel(model: Any) -> Any:
+def tensor_parallel(model: Any, mesh: Any = None) -> Any:
     """Each block's layers by columns, then by rows; the rest is on all ranks."""
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh or init_device_mesh("cpu", (2,))
     for block in model.blocks:
         parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return model
@@ -129,3 +131,21 @@ def scaler(rank: int) -> Any:
 
 REFUSED = {("torch", "tensor parallel")}
 """torch's scaler does not take DTensors next to plain tensors."""
+
+
+def step_alone(rank: int) -> Any:
+    """One of two processes dies before it steps; the other has to be told."""
+    model = sharded(make_net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = amp_fx.GradScaler("cpu")
+    x, y = batch(0, 0, 0)
+    scaler.scale((model(x) - y).square().mean()).backward()
+    dist.barrier()
+    if rank == 1:
+        os._exit(0)  # as if killed, but for what it tells the one who waits for it
+    try:
+        scaler.step(optimizer)
+    except RuntimeError as error:
+        print(f"step raised {error}")  # noqa: T201
+        os._exit(3)
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import amp_fx
 from amp_fx.weights.watch import engine
-from tests.distributed import scaler_cases
+from tests.distributed import fsdp_cases, scaler_cases
 from tests.distributed.nets import OPTIONS, Net, as_it_is, compare, compiled, make_net, train
 
 
@@ -26,6 +28,28 @@ def by_block(compile_: Any, shard: Any) -> Any:
         shard(block)
     shard(model)
     return model
+
+
+def in_two_dimensions(compile_: Any, *, is_tensor_parallel: bool) -> Any:
+    """HSDP, or FSDP2 of a tensor parallel model, on four ranks, block by block."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    model = make_net()
+    if is_tensor_parallel:
+        scaler_cases.tensor_parallel(model, mesh["inner"])
+    for block in model.blocks:
+        if compile_ is not as_it_is:
+            block.compile(backend="amp_fx", options=OPTIONS)
+        fully_shard(block, mesh=mesh["outer"] if is_tensor_parallel else mesh)
+    return model
+
+
+def hybrid(rank: int) -> Any:
+    return compare(lambda c: in_two_dimensions(c, is_tensor_parallel=False), rank)
+
+
+def both(rank: int) -> Any:
+    """The batch is one for those that share a layer."""
+    return compare(lambda c: in_two_dimensions(c, is_tensor_parallel=True), rank // 2)
 
 
 def fsdp2(rank: int) -> Any:
@@ -183,4 +207,37 @@ def frozen(rank: int) -> Any:  # noqa: ARG001
                 model(torch.ones(4, 16))
         stats = amp_fx.weight_cache.stats()
         found[name] = len(stats.values), stats.entries
+    return found
+
+
+def with_compiled_forwards(compile_: Any) -> Any:
+    model = make_net()
+    for block in model.blocks:
+        if compile_ is not as_it_is:
+            block.forward = compile_(block.forward)
+        fully_shard(block)
+    return fully_shard(model)
+
+
+WRAPPERS: dict[str, Any] = {
+    "ddp": lambda compile_: DistributedDataParallel(compile_(make_net())),
+    "fsdp2": with_compiled_forwards,
+    "simple": fsdp_cases.simple,
+    "tensor parallel": lambda compile_: compile_(scaler_cases.tensor_parallel(make_net())),
+}
+COMPILERS = {
+    "eager": as_it_is,
+    "native": functools.partial(torch.compile, backend="inductor"),
+    "ours": lambda model: compiled(model, "inductor"),
+}
+
+
+def inductor(rank: int) -> Any:
+    """Returns all losses, by wrapper and by what compiles."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, wrap in WRAPPERS.items():
+        found[name] = {}
+        for which, compile_ in COMPILERS.items():
+            torch._dynamo.reset()
+            found[name][which] = train(wrap(compile_), rank)
     return found

@@ -1,8 +1,9 @@
-"""Runs a module in several processes with gloo between them, and collects what they found."""
+"""Runs functions in several processes with gloo between them, and collects what they found."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import subprocess
 import sys
@@ -14,30 +15,31 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = (sys.executable, "-X", "faulthandler")
 TIMEOUT = 700  # seconds; a rank that waits for another for ever fails the tests
 
 
-def run_ranks(module: str, folder: Path, num_ranks: int) -> list[dict[str, Any]]:
-    """Runs a module in several ranks; returns the results of each rank by the name of the case."""
+def run_ranks(module: str, folder: Path, num_ranks: int, *cases: str) -> list[dict[str, Any]]:
+    """Runs functions of a module in several ranks, which get their rank.
+
+    Args:
+        module: The module.
+        folder: Where ranks store what they found, and meet.
+        num_ranks: The number of processes.
+        *cases: The names of the functions; the module's ``CASES`` if there are none.
+
+    Returns:
+        For each rank, the results by the name of the function.
+    """
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     outputs = [folder / f"{rank}.txt" for rank in range(num_ranks)]
+    command = [sys.executable, "-X", "faulthandler", "-m", "tests.distributed.spawn"]
     with contextlib.ExitStack() as stack:
         processes = [
             subprocess.Popen(
-                [
-                    sys.executable,
-                    "-X",
-                    "faulthandler",
-                    "-m",
-                    module,
-                    str(rank),
-                    str(num_ranks),
-                    str(folder),
-                ],
+                [*command, str(rank), str(num_ranks), str(folder), module, *cases],
                 cwd=ROOT,
                 env=env,
                 stdout=stack.enter_context(output.open("w")),
@@ -62,9 +64,11 @@ def wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def run_cases(cases: Sequence[Callable[[int], Any]]) -> None:
-    """Runs all cases in the same order in all ranks, in a module that ``run_ranks`` starts."""
+def main() -> None:
+    """Runs the functions in the same order in all ranks."""
     rank, num_ranks, folder = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    module = importlib.import_module(sys.argv[4])
+    cases = [getattr(module, name) for name in sys.argv[5:]] or module.CASES
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks
     )
@@ -75,3 +79,7 @@ def run_cases(cases: Sequence[Callable[[int], Any]]) -> None:
         torch._dynamo.reset()
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -78,7 +78,7 @@ def test_sharded_models_are_told_from_others(ranks: Ranks) -> None:
 @pytest.mark.slow  # a rank was seen to end without a word in it, once, on a busy machine
 def test_graphs_that_gather_weights_gather_them_low(tmp_path: Path) -> None:
     """Every weight but those of norms is gathered low, once; what is added up stays float32."""
-    for rank in run_ranks("tests.distributed.gather_ranks", tmp_path, 2):
+    for rank in run_ranks("tests.distributed.fsdp_cases", tmp_path, 2, "gathered_in_graph"):
         (low, with_pass), (high, without) = (rank["gathered_in_graph"][on] for on in (True, False))
         assert low["ours"] == high["ours"] == low["eager"]
         assert with_pass["gathers_narrowed"] == NUM_CASTS

@@ -23,7 +23,7 @@ def difference(left: list[float], right: list[float]) -> float:
 
 
 def test_inductor_is_as_near_to_eager_as_without(tmp_path: Path) -> None:
-    for rank in run_ranks("tests.distributed.inductor_ranks", tmp_path, 2):
+    for rank in run_ranks("tests.distributed.sharded_cases", tmp_path, 2, "inductor"):
         for wrapper, losses in rank["inductor"].items():
             ours = difference(losses["ours"], losses["eager"])
             native = difference(losses["native"], losses["eager"])
@@ -31,7 +31,7 @@ def test_inductor_is_as_near_to_eager_as_without(tmp_path: Path) -> None:
 
 
 def test_four_ranks_keep_nothing_and_have_the_same_bits(tmp_path: Path) -> None:
-    for rank in run_ranks("tests.distributed.four_ranks", tmp_path, 4):
+    for rank in run_ranks("tests.distributed.sharded_cases", tmp_path, 4, "hybrid", "both"):
         for case in ("hybrid", "both"):
             assert rank[case]["ours"] == rank[case]["eager"]
             assert rank[case]["kept"] == 0
@@ -39,7 +39,7 @@ def test_four_ranks_keep_nothing_and_have_the_same_bits(tmp_path: Path) -> None:
 
 def test_a_rank_that_dies_is_an_error_of_the_others(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"step raised .*[Cc]onnection"):
-        run_ranks("tests.distributed.dying_rank", tmp_path, 2)
+        run_ranks("tests.distributed.scaler_cases", tmp_path, 2, "step_alone")
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "zero", "fsdp2", "tensor-parallel"])
@@ -57,3 +57,15 @@ def test_the_example_runs_as_shown(wrapper: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_float8_under_fsdp2_has_the_numbers_of_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("torchao", reason="the oracle is torchao 0.18")
+    for rank in run_ranks("tests.distributed.float8_cases", tmp_path, 2, "float8_fsdp2"):
+        found = rank["float8_fsdp2"]
+        for gathers in ("float32", "bfloat16"):
+            same_losses, same_weights, num_products = found[gathers]
+            assert same_losses, gathers
+            assert same_weights, gathers
+            assert num_products > 0
+        assert found["plain"], "float8 has other numbers than bfloat16"

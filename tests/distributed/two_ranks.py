@@ -1,18 +1,8 @@
-"""Program of each of the two ranks of the tests of this folder."""
+"""The cases that run in two ranks, in one spawn."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import Any
-
 from tests.distributed import ddp_cases, fsdp_cases, scaler_cases, sharded_cases
-from tests.distributed.spawn import run_cases
-
-
-def saved(rank: int) -> Any:
-    return ddp_cases.saved(rank, str(Path(sys.argv[3]) / "checkpoint"))
-
 
 CASES = (
     ddp_cases.inside,
@@ -22,7 +12,7 @@ CASES = (
     ddp_cases.checkpointed,
     ddp_cases.local_sgd,
     ddp_cases.collectives,
-    saved,
+    ddp_cases.saved,
     ddp_cases.pipeline,
     sharded_cases.fsdp2,
     sharded_cases.replicated,
@@ -38,6 +28,3 @@ CASES = (
     fsdp_cases.gathered_low,
     fsdp_cases.sharded_already,
 )
-
-if __name__ == "__main__":
-    run_cases(CASES)

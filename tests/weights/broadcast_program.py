@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from amp_fx import weight_cache
-from tests.distributed.spawn import run_cases
 from tests.weights.keeping import WAYS, batch, contents, is_right, make_line
 
 SENDER = 0
@@ -54,7 +53,3 @@ def wait_for(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < until, "the other rank did not come to its call"
         time.sleep(0.01)
-
-
-if __name__ == "__main__":
-    run_cases((received,))

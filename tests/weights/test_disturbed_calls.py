@@ -322,5 +322,5 @@ def test_finalizers_run_while_copies_are_made() -> None:
 @pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a compiler")
 def test_received_while_a_call_is_under_way(tmp_path: Path) -> None:
     """A broadcast takes the pointer, a call follows, and then the bytes come."""
-    for found in run_ranks("tests.weights.broadcast_program", tmp_path, 2):
+    for found in run_ranks("tests.weights.broadcast_program", tmp_path, 2, "received"):
         assert found["received"] == {way.name: True for way in WAYS}
