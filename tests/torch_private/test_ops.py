@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -13,31 +12,6 @@ from amp_fx.torch_private import kernels, ops
 from amp_fx.torch_private.recurrent import lstm
 
 aten = torch.ops.aten
-
-
-def test_ops_of_torch_are_of_these_classes() -> None:
-    assert isinstance(aten.mm.default, ops.OpOverload)
-    assert isinstance(aten.mm, ops.OpOverloadPacket)
-    assert isinstance(torch.ops.higher_order.cond, ops.HigherOrderOperator)
-
-
-def test_a_custom_op_knows_its_qualified_name() -> None:
-    op = torch.library.custom_op(
-        "amp_fx_test::named", lambda x: x.clone(), mutates_args=(), schema="(Tensor x) -> Tensor"
-    )
-    assert isinstance(op, ops.CustomOpDef)
-    assert op._qualname == "amp_fx_test::named"
-
-
-def test_all_op_names_has_overloads() -> None:
-    assert {"aten::add.Tensor", "aten::mm"} <= set(ops.all_op_names())
-
-
-def test_schema_of_knows_what_is_written() -> None:
-    assert not ops.schema_of("aten::add", "Tensor").is_mutable
-    assert ops.schema_of("aten::add_", "Tensor").is_mutable
-    with pytest.raises(RuntimeError):
-        ops.schema_of("aten::there_is_none", "")
 
 
 def test_kernels_are_found_by_key() -> None:
@@ -57,20 +31,6 @@ def test_autocast_keys_have_a_fallback_and_come_first() -> None:
     assert not after.has(autocast_cpu)
 
 
-def test_an_excluded_key_is_not_dispatched_to() -> None:
-    x = torch.ones(2, 2)
-    key = ops.DispatchKeySet(ops.DispatchKey.AutocastCPU)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert (x @ x).dtype == torch.bfloat16
-        with ops.ExcludeDispatchKeyGuard(key):
-            assert (x @ x).dtype == torch.float32
-
-
-def test_random_ops_and_effects_are_impure() -> None:
-    assert not ops.is_impure(aten.mm.default)
-    assert ops.is_impure(aten.bernoulli.default)
-
-
 def test_scaled_mm_multiplies_the_scales() -> None:
     a = torch.eye(16).to(torch.float8_e4m3fn)
     b = torch.full((16, 16), 2.0).to(torch.float8_e4m3fn)
@@ -78,48 +38,6 @@ def test_scaled_mm_multiplies_the_scales() -> None:
     out = kernels.scaled_mm(a, b.t(), scale_a=two, scale_b=two, out_dtype=torch.bfloat16)
     assert out.dtype == torch.bfloat16
     assert (out == 8).all()
-
-
-def test_masked_softmax() -> None:
-    """1 masks keys of each batch element, 0 is the same for all; True is masked."""
-    scores, keys = torch.randn(2, 3, 4, 4), torch.arange(4) > 1
-    each = kernels.masked_softmax(scores, keys.expand(2, 4), 3, 1)
-    same = kernels.masked_softmax(scores, keys.expand(4, 4), 3, 0)
-    expected = scores.masked_fill(keys, -torch.inf).softmax(3)
-    torch.testing.assert_close(each, expected)
-    torch.testing.assert_close(same, expected)
-
-
-def test_foreach_kernels() -> None:
-    tensors = [torch.ones(2), torch.full((3,), 2.0)]
-    kernels.foreach_mul_(tensors, torch.tensor(2.0))
-    assert [t.tolist() for t in tensors] == [[2.0] * 2, [4.0] * 3]
-    kernels.foreach_copy_(tensors, [torch.zeros(2).bfloat16(), torch.ones(3)])
-    assert [t.tolist() for t in tensors] == [[0.0] * 2, [1.0] * 3]
-    assert [float(n) for n in kernels.foreach_norm(tensors, torch.inf)] == [0.0, 1.0]
-
-
-@pytest.mark.parametrize(("found_inf", "scale", "tracker"), [(0.0, 4.0, 1), (1.0, 2.0, 0)])
-def test_amp_update_scale(found_inf: float, scale: float, tracker: int) -> None:
-    scales, trackers = torch.tensor(4.0), torch.zeros((), dtype=torch.int32)
-    kernels.amp_update_scale_(scales, trackers, torch.tensor(found_inf), 2.0, 0.5, 3)
-    assert (scales.item(), trackers.item()) == (scale, tracker)
-
-
-def test_addmm_activation_adds_then_applies_relu() -> None:
-    x, w, b = torch.randn(3, 4), torch.randn(4, 5), torch.randn(5)
-    found = kernels.addmm_activation(b, x, w, use_gelu=False)
-    torch.testing.assert_close(found, torch.addmm(b, x, w).relu(), rtol=0, atol=0)
-
-
-def test_native_multi_head_attention_is_that_of_the_module() -> None:
-    module = torch.nn.MultiheadAttention(8, 2, batch_first=True).eval()
-    x = torch.randn(2, 3, 8)
-    found, _ = kernels.native_multi_head_attention(
-        x, x, x, 8, 2, module.in_proj_weight, module.in_proj_bias,
-        module.out_proj.weight, module.out_proj.bias, None, False,
-    )  # fmt: skip
-    torch.testing.assert_close(found, module(x, x, x, need_weights=False)[0])
 
 
 def test_returns_alias_knows_views_and_in_place_ops() -> None:

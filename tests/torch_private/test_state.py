@@ -10,24 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from amp_fx.torch_private import autocast, autograd, modes, modules, pytree, tensors
-from amp_fx.weights.spread import part_of
-
-
-def test_graphs_enter_and_leave_regions_by_functions() -> None:
-    region = autocast.enter_autocast("cpu", torch.bfloat16, True, True)  # type: ignore[no-untyped-call]
-    assert torch.is_autocast_enabled("cpu")
-    assert autocast.is_any_autocast_enabled()
-    autocast.exit_autocast(region)  # type: ignore[no-untyped-call]
-    assert not autocast.is_any_autocast_enabled()
-
-
-def test_disable_autocast_is_a_context_manager() -> None:
-    with torch.autocast("cpu", torch.bfloat16), autocast.DisableAutocast():
-        assert not autocast.is_any_autocast_enabled()
+from amp_fx.torch_private import autocast, autograd, modules, tensors
 
 
 def test_tensors_of_one_device_type_are_cast_but_for_float64() -> None:
@@ -37,10 +22,6 @@ def test_tensors_of_one_device_type_are_cast_but_for_float64() -> None:
     assert [cast[1].dtype, cast[2].dtype, cast[3]] == [torch.float64, torch.int32, 3]
     uncast: Any = autocast.cast_tensors(values, "cuda", torch.bfloat16)
     assert uncast[0].dtype == torch.float32
-
-
-def test_privateuse1_has_its_own_name() -> None:
-    assert autocast.privateuse1_name() == torch.device(autocast.privateuse1_name(), 0).type
 
 
 class Doubled(torch.autograd.Function):
@@ -79,39 +60,6 @@ def test_functions_of_autograd_in_composite_ops_see_each_transform() -> None:
     assert torch.func.grad(op)(one) == 3
     assert torch.func.jvp(op, (one,), (one,)) == (2, 3)
     assert torch.func.grad(torch.func.grad(lambda y: op(y) ** 2 / 2))(one) == 9
-
-
-class Count(modes.TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.ops: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def test_dispatch_modes_see_ops_and_can_be_disabled() -> None:
-    mode = Count()
-    with mode:
-        torch.ones(2)
-        with modes.no_dispatch_modes():
-            torch.zeros(2)
-    assert [op.split(".")[1] for op in mode.ops] == ["ones"]
-
-
-def test_function_modes_are_listed_with_the_innermost_last() -> None:
-    with TorchFunctionMode() as outer, TorchFunctionMode() as inner:
-        assert modes.function_modes()[-2:] == [outer, inner]
-
-
-def test_disable_torch_function_calls_the_function_itself() -> None:
-    class Refuse(TorchFunctionMode):
-        def __torch_function__(self, *_: Any) -> Any:
-            raise AssertionError
-
-    with Refuse(), modes.DisableTorchFunction():
-        torch.ones(2).sin()
 
 
 def test_saved_tensors_hooks_do_not_run_while_tracing() -> None:
@@ -183,18 +131,6 @@ def test_the_address_of_shared_memory_can_be_asked_without_a_copy() -> None:
     assert tensors.data_address(lazy) != tensors.data_address(x)
 
 
-def test_suggest_memory_format_reads_strides() -> None:
-    x = torch.ones(2, 3, 4, 4)
-    assert tensors.suggest_memory_format(x) == torch.contiguous_format
-    last = x.to(memory_format=torch.channels_last)
-    assert tensors.suggest_memory_format(last) == torch.channels_last
-
-
-def test_the_part_of_a_plain_tensor_is_itself() -> None:
-    x = torch.ones(2)
-    assert part_of(x) is x
-
-
 def test_nodes_of_autograd_have_numbers_and_can_be_found() -> None:
     x = torch.ones(2, requires_grad=True)
     y = x.exp()
@@ -224,17 +160,6 @@ def test_the_tensors_are_known_with_which_a_backward_begins() -> None:
     assert [id(root) for root in roots] == [id(loss) for loss in losses]
 
 
-def test_views_can_have_the_negative_bit() -> None:
-    x = torch.ones(2)
-    assert torch.equal(autograd.neg_view(x), -x)
-
-
-def test_below_autograd_nothing_is_recorded() -> None:
-    x = torch.ones(2, requires_grad=True)
-    with autograd.DispatchBelowAutograd():
-        assert x.sin().grad_fn is None
-
-
 def test_modules_run_their_forward_in_this_code() -> None:
     seen: list[object] = []
 
@@ -250,12 +175,6 @@ def test_modules_run_their_forward_in_this_code() -> None:
     assert modules.code_of_module_calls() in seen
 
 
-def test_higher_order_ops_are_there_as_functions() -> None:
-    from amp_fx.torch_private import higher_order
-
-    assert callable(higher_order.sdpa_dense)
-
-
 def test_global_hooks_of_modules_are_seen() -> None:
     assert not modules.has_global_module_hooks()
     hook = nn.modules.module.register_module_forward_hook(lambda *_: None)
@@ -263,12 +182,3 @@ def test_global_hooks_of_modules_are_seen() -> None:
         assert modules.has_global_module_hooks()
     finally:
         hook.remove()
-
-
-def test_trees_of_lists_tuples_and_dictionaries() -> None:
-    tree = {"a": [1, (2.0, None)], "b": 3}
-    leaves, spec = pytree.tree_flatten(tree)
-    assert leaves == pytree.tree_leaves(tree) == [1, 2.0, None, 3]
-    assert pytree.tree_unflatten(leaves, spec) == tree
-    assert pytree.tree_map(str, [1, (2,)]) == ["1", ("2",)]
-    assert pytree.tree_map_only(float, lambda x: x + 1, tree) == {"a": [1, (3.0, None)], "b": 3}
