@@ -24,7 +24,7 @@ CHECK := tables policies/test_calls.py policies/test_policy.py eager/test_region
 	graphs/test_checker.py passes/test_insert_casts.py passes/test_fold_casts.py passes/test_hoist_casts.py \
 	passes/test_wrap_opaque_nodes.py weights/test_sharing.py \
 	weights/test_write_signals.py weights/test_gradients.py test_backend.py \
-	test_pipeline.py test_fallback.py test_after_autograd.py test_options.py test_layout.py \
+	test_pipeline.py test_options.py test_layout.py \
 	grad_scaler/test_parity.py grad_scaler/test_clip.py \
 	exporting/test_parity.py integrations/test_blocks.py explanation/test_table.py \
 	explanation/test_kept_values.py numerics/test_programs.py drawing/test_draw.py \
@@ -72,7 +72,7 @@ notebooks: $(READY)
 # The site of the documentation, in build/site; a broken link or reference is an error. To look at
 # it: `python -m http.server -d build/site`.
 docs: $(READY)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # The pictures in docs/assets; wants Graphviz.
 pictures: $(READY)

@@ -12,10 +12,8 @@ import shutil
 import statistics
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
 
 import pytest
 import torch
@@ -310,7 +308,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"needs {module}: pip install .[docs]")
     folder = tmp_path_factory.mktemp("docs") / "site"
-    run(ROOT, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder))
+    run(ROOT, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder))
     return folder
 
 
@@ -349,39 +347,6 @@ def test_pictures_have_a_text(site: Path) -> None:
     ]
     assert len(texts) > 15
     assert [text for text in texts if len(text) < 10 or "No description" in text] == []
-
-
-class Page(HTMLParser):
-    """Links of a page, and the anchors on it."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.links: list[str] = []
-        self.marks: set[str | None] = {""}
-        self.feed(path.read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:  # noqa: ARG002
-        """Notes links and marks of one element."""
-        given = dict(attrs)
-        self.marks |= {given.get("id"), given.get("name")}
-        self.links += [link for key in ("href", "src") if (link := given.get(key))]
-
-
-@pytest.mark.slow
-def test_no_link_of_the_site_is_dead(site: Path) -> None:
-    pages = {path: Page(path) for path in site.rglob("index.html")}
-    dead = []
-    for path, page in pages.items():
-        for link in page.links:
-            parts = urlsplit(link)
-            if parts.scheme or parts.netloc:
-                continue
-            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
-            target = target / "index.html" if target.is_dir() else target
-            marks = pages[target].marks if target in pages else {unquote(parts.fragment)}
-            if not target.exists() or unquote(parts.fragment) not in marks:
-                dead.append((str(path.relative_to(site)), link))
-    assert dead == []
 
 
 @pytest.mark.skipif(not HAS_DOT, reason="needs the dot program")
