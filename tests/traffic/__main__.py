@@ -1,70 +1,63 @@
-"""``python -m tests.traffic``: counts what the generated kernels of whole models move.
+"""``python -m tests.traffic bytes``: counts what the generated kernels of whole models move.
 
-``bytes`` compares native, amp_fx and the limit; ``float8`` compares amp_fx with torchao. Nothing
-runs: fake tensors go through Dynamo, autograd, autocast, amp_fx and inductor, for the CPU or for
-CUDA, and inductor's scheduler reports what each of its kernels reads and writes. So the models need
-neither their memory nor a GPU; code for CUDA needs a CUDA build of torch.
+It compares native, amp_fx and the limit, or the contenders that are asked for. Nothing runs: fake
+tensors go through Dynamo, autograd, autocast, amp_fx and inductor, for the CPU or for CUDA, and
+inductor's scheduler reports what each of its kernels reads and writes. So the models need neither
+their memory nor a GPU; code for CUDA needs a CUDA build of torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from amp_fx.backend.cpp_compiler import has_cpp_compiler
-from amp_fx.dtypes import dtype_name
-from amp_fx.errors import OptionError
-from amp_fx.options import as_low_dtype
-from tests.traffic import float8
+import torch
+
 from tests.traffic.models import CASES, TINY
-from tests.traffic.pretend import can_pretend
+from tests.traffic.pretend import can_pretend, pretend_cuda
 from tests.traffic.totals import Totals
-from tests.traffic.worker import CONTENDERS, FROZEN, counted_in_process
+from tests.traffic.worker import CONTENDERS, FROZEN, POLICIES, TORCHAO, count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 MODES = {"training": True, "inference": False}
+ALL = sorted({*CONTENDERS, *POLICIES, *TORCHAO})
 COLUMNS = [field.name for field in dataclasses.fields(Totals)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command.
+    """Runs the command.
 
     Returns:
         The exit code: 0; 1 if a contender has no figures.
     """
     parser = argparse.ArgumentParser(prog="python -m tests.traffic", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("command", choices=("bytes", "float8"))
+    parser.add_argument("command", choices=("bytes",))
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda, if possible")
     parser.add_argument("--tiny", action="store_true", help="tiny models: a trial, no figures")
-    only = parser.add_argument_group("bytes alone")
-    only.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
-    only.add_argument("--mode", choices=MODES, help="default: both")
-    only.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--mode", choices=MODES, help="default: both")
+    parser.add_argument("--contenders", nargs="+", choices=ALL, help="of these alone")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parsed = parser.parse_intermixed_args(argv)
     parsed.device = parsed.device or ("cuda" if can_pretend() else "cpu")
-    try:
-        parsed.dtype = dtype_name(as_low_dtype(parsed.dtype))
-    except OptionError as error:
-        parser.error(str(error))
-    unknown = [name for name in parsed.cases if name not in CASES]
+    known = TINY if parsed.tiny else CASES
+    unknown = [name for name in parsed.cases if name not in known]
     if unknown:
-        parser.error(f"case {unknown[0]}: not one of {', '.join(CASES)}")
-    if parsed.device == "cuda" and not can_pretend():
-        parser.error("--device cuda: this torch was built without CUDA or Triton; try cpu")
-    if not has_cpp_compiler():
-        parser.error("inductor finds no C++ compiler")
-    if parsed.command == "float8":
-        cases = parsed.cases or float8.SHOWN
-        return float8.print_tables(cases, device=parsed.device, is_tiny=parsed.tiny)
+        parser.error(f"case {unknown[0]}: not one of {', '.join(known)}")
+    warnings.simplefilter("ignore")
+    if parsed.device == "cuda":
+        pretend_cuda()
     rows = []
     for row in count_models(parsed):
         rows.append(row)
@@ -83,23 +76,32 @@ def count_models(parsed: argparse.Namespace) -> Iterator[dict[str, Any]]:
     the errors of contenders.
     """
     modes = [parsed.mode] if parsed.mode else MODES
-    for case, mode in itertools.product(parsed.cases or CASES, modes):
+    dtype = getattr(torch, parsed.dtype)
+    cases = TINY if parsed.tiny else CASES
+    for name, mode in itertools.product(parsed.cases or cases, modes):
         # The packed weights of frozen graphs on the CPU are opaque, and cannot be fake.
         is_frozen = parsed.device == "cuda" and mode == "inference"
-        contenders = (*CONTENDERS, FROZEN) if is_frozen else CONTENDERS
-        answers = counted_in_process(
-            case, contenders, parsed.device, parsed.dtype, trains=MODES[mode], tiny=parsed.tiny
-        )
-        totals: dict[str, Mapping[str, int]] = {}
+        contenders = parsed.contenders or (*CONTENDERS, *[FROZEN] * is_frozen)
+        found: dict[str, dict[str, int]] = {}
         failures: dict[str, str] = {}
-        for name, answer in answers.items():
-            if "error" in answer:
-                failures[name] = answer["error"]
-            else:
-                totals |= {name: answer["first"], f"{name}, further": answer["further"]}
-        about = (TINY if parsed.tiny else CASES)[case].about
-        row = {"about": about, "device": parsed.device, "dtype": parsed.dtype, "mode": mode}
-        yield {**row, "totals": totals, "failures": failures}
+        for contender in contenders:
+            with recording(contender, failures):
+                calls = count(
+                    cases[name], contender, device=parsed.device, dtype=dtype, trains=MODES[mode]
+                )
+                first, further = map(dataclasses.asdict, calls)
+                found |= {contender: first, f"{contender}, further": further}
+        row = {"about": cases[name].about, "device": parsed.device, "dtype": parsed.dtype}
+        yield {**row, "mode": mode, "totals": found, "failures": failures}
+
+
+@contextlib.contextmanager
+def recording(contender: str, failures: dict[str, str]) -> Iterator[None]:
+    """Notes the error of a contender, if there is one."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001, it is reported
+        failures[contender] = f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def table(row: Mapping[str, Any]) -> Iterator[str]:
@@ -110,12 +112,11 @@ def table(row: Mapping[str, Any]) -> Iterator[str]:
     title = f"{row['about']}, {row['mode']}, {row['dtype']}, {row['device']}"
     yield f"| {title} | {' | '.join(COLUMNS)} |"
     yield f"|---{'|---:' * len(COLUMNS)}|"
-    for name, counted in row["totals"].items():
-        if counted == row["totals"].get(name.removesuffix(", further")) and "further" in name:
+    for name, sums in row["totals"].items():
+        if sums == row["totals"].get(name.removesuffix(", further")) and "further" in name:
             continue
         cells = [
-            f"{counted[key] / 2**20:.4g}" if "bytes" in key else str(counted[key])
-            for key in COLUMNS
+            f"{sums[key] / 2**20:.4g}" if "bytes" in key else str(sums[key]) for key in COLUMNS
         ]
         yield f"| {name} | {' | '.join(cells)} |"
     yield from (f"{name} failed: {why}" for name, why in row["failures"].items())

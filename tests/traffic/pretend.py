@@ -1,7 +1,7 @@
 """Pretends that there is a GPU, as far as inductor queries it before it generates code.
 
-Use it in a separate process (``tests.traffic.worker``), because the changes are permanent. Nothing
-is launched, and no tensor has memory.
+Use it in a separate process, because the changes are permanent. Nothing is launched, and no tensor
+has memory.
 """
 
 from __future__ import annotations

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
-from tests.traffic.__main__ import COLUMNS, main
+from amp_fx.tables.float8 import RECIPES
+from tests.traffic.__main__ import main
 from tests.traffic.models import CASES, TINY, Case
 from tests.traffic.pretend import can_pretend
-from tests.traffic.totals import Totals, refresh_launches, totals
-from tests.traffic.worker import AMP_FX, FROZEN, LEAN, LIMIT, MARK, NATIVE, count
+from tests.traffic.totals import Totals, refresh_launches
+from tests.traffic.worker import AMP_FX, FROZEN, LEAN, LIMIT, NATIVE, count
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -27,79 +28,42 @@ pytestmark = pytest.mark.skipif(not has_cpp_compiler(), reason="inductor needs a
 on_cuda_builds = pytest.mark.skipif(not can_pretend(), reason="needs a CUDA build with Triton")
 
 
-@pytest.fixture(autouse=True)
-def _unpatched() -> Any:
-    """Checks that counting restores all functions that it replaces."""
-    from torch._inductor import compile_fx, scheduler
-
-    from amp_fx.backend import lower
-    from amp_fx.weights.call import CachedCall
-
-    places: list[tuple[Any, str]] = [
-        (compile_fx, "compile_fx_inner"),
-        (scheduler.Scheduler, "codegen"),
-        (CachedCall, "__call__"),
-        (lower, "compile_packed"),
-        (lower, "constants_for"),
-    ]
-    before = [getattr(place, name) for place, name in places]
-    yield
-    assert [getattr(place, name) for place, name in places] == before
+def count_on_cpu(
+    contender: str, *, trains: bool, case: Case = TINY["product"]
+) -> tuple[Totals, Totals]:
+    return count(case, contender, device="cpu", dtype=torch.bfloat16, trains=trains)
 
 
-def linear(size: int = 64) -> Case:
-    """Returns one product without a bias: everything that it moves is known."""
-    return Case("one product", lambda: nn.Linear(size, size, bias=False), (32, size))
-
-
-def count_on_cpu(contender: str, *, trains: bool, case: Case | None = None) -> dict[str, Any]:
-    return count(case or linear(), contender, device="cpu", dtype=torch.bfloat16, trains=trains)
+X = Y = 32 * 64
+W = 64 * 64
+"""Elements of the input, the output and the weight of ``product``."""
 
 
 def test_bytes_of_one_product_are_those_by_hand() -> None:
-    x, w, y = 32 * 64, 64 * 64, 32 * 64
-    casts = (4 + 2) * (x + w)
-    product = 2 * (x + w + y)
-    native = count_on_cpu(NATIVE, trains=False)
-    assert totals(native["first"], native["refreshed"], "cpu").num_bytes == casts + product
-    ours = count_on_cpu(AMP_FX, trains=False)
-    assert totals(ours["first"], ours["refreshed"], "cpu").num_bytes == casts + product
-    kept = totals(ours["further"], [], "cpu")
-    assert kept.num_bytes == casts + product - 6 * w
-    assert (kept.num_launches, kept.num_casts, kept.num_extern) == (1, 1, 1)
-    limit = count_on_cpu(LIMIT, trains=False)
-    assert totals(limit["first"], [], "cpu").num_bytes == product
+    casts, product = (4 + 2) * (X + W), 2 * (X + W + Y)
+    assert count_on_cpu(NATIVE, trains=False)[0].num_bytes == casts + product
+    first, further = count_on_cpu(AMP_FX, trains=False)
+    assert first.num_bytes == casts + product
+    assert further.num_bytes == casts + product - 6 * W
+    assert (further.num_launches, further.num_casts, further.num_extern) == (1, 1, 1)
+    assert count_on_cpu(LIMIT, trains=False)[0].num_bytes == product
 
 
 def test_what_is_saved_for_the_backward() -> None:
     """Saves the low input of a product; native also saves the low weight."""
-    native = totals(count_on_cpu(NATIVE, trains=True)["first"], [], "cpu")
-    ours = totals(count_on_cpu(AMP_FX, trains=True)["further"], [], "cpu")
-    assert native.saved_bytes - ours.saved_bytes == 2 * 64 * 64
-    assert ours.saved_bytes == 2 * 32 * 64
-
-
-def frozen_in_a_process_of_its_own() -> dict[str, Any]:
-    """Counts as above; once inductor has its patterns for packed weights, it keeps them."""
-    program = (
-        "import json; from tests.traffic import test_traffic as here;"
-        "print(json.dumps(here.count_on_cpu(here.FROZEN, trains=False)))"
-    )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    native, ours = (count_on_cpu(name, trains=True)[1].saved_bytes for name in (NATIVE, AMP_FX))
+    assert (native - ours, ours) == (2 * W, 2 * X)
 
 
 @pytest.mark.slow
-def test_a_frozen_product_makes_its_low_weight_once() -> None:
-    x, w, y = 32 * 64, 64 * 64, 32 * 64
-    frozen = frozen_in_a_process_of_its_own()
-    first = totals(frozen["first"], frozen["refreshed"], "cpu")
-    further = totals(frozen["further"], [], "cpu")
-    assert further.num_bytes == (4 + 2) * x + 2 * (x + w + y)
+def test_a_frozen_product_makes_its_low_weight_once(tmp_path: Path) -> None:
+    """Counts in another process; once inductor has patterns for packed weights, it keeps them."""
+    arguments = ("product", "--tiny", "--mode", "inference", "--contenders", FROZEN)
+    [row] = rows_of_process(tmp_path, "cpu", *arguments)
+    first, further = (Totals(**row["totals"][name]) for name in (FROZEN, f"{FROZEN}, further"))
+    assert further.num_bytes == (4 + 2) * X + 2 * (X + W + Y)
     assert (further.num_launches, further.num_casts, further.num_extern) == (1, 1, 1)
-    assert first.num_bytes == further.num_bytes + (4 + 2) * w
+    assert first.num_bytes == further.num_bytes + (4 + 2) * W
     assert first.num_refreshes == 1
 
 
@@ -107,10 +71,10 @@ def test_a_frozen_product_makes_its_low_weight_once() -> None:
 def test_what_ranks_send_is_that_by_hand() -> None:
     """Counts one of two ranks, which sends its halves of two weights in each of two blocks."""
     elements = 2 * 2 * (4 * 32 * 32) // 2
-    sent = {}
-    for contender in (NATIVE, AMP_FX, LIMIT):
-        found = count_on_cpu(contender, trains=False, case=TINY["gathered"])
-        sent[contender] = totals(found["first"], found["refreshed"], "cpu").wire_bytes
+    sent = {
+        contender: count_on_cpu(contender, trains=False, case=TINY["gathered"])[0].wire_bytes
+        for contender in (NATIVE, AMP_FX, LIMIT)
+    }
     assert sent == {NATIVE: 4 * elements, AMP_FX: 2 * elements, LIMIT: 2 * elements}
     assert not torch.distributed.is_initialized()
 
@@ -124,8 +88,7 @@ class Transposed(nn.Module):
 
 
 def test_a_copy_into_another_layout_is_told_from_a_cast() -> None:
-    case = Case("copies", Transposed, (32, 64))
-    found = totals(count_on_cpu(NATIVE, trains=False, case=case)["first"], [], "cpu")
+    found, _ = count_on_cpu(NATIVE, trains=False, case=Case("copies", Transposed, (32, 64)))
     assert (found.num_layouts, found.num_casts, found.num_launches) == (1, 0, 1)
     assert found.num_bytes == 2 * 4 * 32 * 64
 
@@ -177,6 +140,16 @@ def rows(path: Path, *arguments: str) -> list[dict[str, Any]]:
     return found
 
 
+def rows_of_process(folder: Path, device: str, *arguments: str) -> list[dict[str, Any]]:
+    """Returns the rows of a separate process, which may pretend that there is a GPU."""
+    path = folder / "out.json"
+    command = [sys.executable, "-m", "tests.traffic", "bytes", *arguments, "--device", device]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([*command, "--json", str(path)], check=True, env=environment)
+    found: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
+    return found
+
+
 @pytest.mark.slow
 def test_never_more_than_native_on_the_cpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -209,47 +182,26 @@ def test_never_more_than_native_on_the_cpu_in_any_case(tmp_path: Path, dtype: st
 
 @on_cuda_builds
 def test_never_more_than_native_on_cuda(tmp_path: Path) -> None:
-    found = rows(tmp_path / "out.json", "mlp", "unet", "--tiny", "--device", "cuda")
+    found = rows_of_process(tmp_path, "cuda", "mlp", "unet", "--tiny")
     assert len(found) == 4
     for row in found:
         check(row)
 
 
-class AddsItsNorm(nn.Linear):
-    """Its weight is read low by the product, and in float32 by a kernel that adds up squares."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the product, and the norm of its weight."""
-        out: torch.Tensor = super().forward(x) + self.weight.norm()
-        return out
-
-
-def totals_on_cuda(case: str, *, trains: bool) -> list[Totals]:
-    """Counts a case of this module: native, and the first and a further call of amp_fx."""
-    program = (
-        "import json, sys; from tests.traffic.test_traffic import *;"
-        "from tests.traffic.pretend import pretend_cuda; pretend_cuda();"
-        f"case = Case('', lambda: {case}, (256, 256));"
-        f"given = {{'device': 'cuda', 'dtype': torch.bfloat16, 'trains': {trains}}};"
-        "print(json.dumps([count(case, name, **given) for name in (NATIVE, AMP_FX)]))"
-    )
-    command = [sys.executable, "-c", program]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
-    native, ours = json.loads(done.stdout.splitlines()[-1])
-    first = [totals(found["first"], found["refreshed"], "cuda") for found in (native, ours)]
-    return [*first, totals(ours["further"], [], "cuda")]
-
-
 @on_cuda_builds
-def test_a_weight_that_a_kernel_reads_whole_is_cast_there_in_training() -> None:
+def test_a_weight_that_a_kernel_reads_whole_is_cast_there_in_training(tmp_path: Path) -> None:
     """Caches the cast only without gradients, where a call after a write refreshes it."""
     weight = 256 * 256
-    native, first, further = totals_on_cuda("AddsItsNorm(256, 256, False)", trains=True)
+    names = (NATIVE, AMP_FX, f"{AMP_FX}, further")
+    training, inference = (
+        [Totals(**row["totals"][name]) for name in names]
+        for row in rows_of_process(tmp_path, "cuda", "norm", "--tiny")
+    )
+    native, first, further = training
     assert first == further
     assert first.num_bytes <= native.num_bytes
     assert first.num_launches == native.num_launches
-    native, first, further = totals_on_cuda("AddsItsNorm(256, 256, False)", trains=False)
+    native, first, further = inference
     assert first.num_bytes <= native.num_bytes + 4 * weight
     assert further.num_bytes <= native.num_bytes - 2 * weight
 
@@ -257,7 +209,7 @@ def test_a_weight_that_a_kernel_reads_whole_is_cast_there_in_training() -> None:
 @on_cuda_builds
 def test_frozen_projections_are_one_product_on_cuda(tmp_path: Path) -> None:
     """Merges three projections, and two halves of the feed-forward network, in both blocks."""
-    [row] = rows(tmp_path / "out.json", "llama", "--tiny", "--mode", "inference")
+    [row] = rows_of_process(tmp_path, "cuda", "llama", "--tiny", "--mode", "inference")
     check(row)
     further, frozen = (row["totals"][f"{name}, further"] for name in (AMP_FX, FROZEN))
     assert further["num_extern"] - frozen["num_extern"] == 2 * (2 + 1)
@@ -267,8 +219,7 @@ def test_frozen_projections_are_one_product_on_cuda(tmp_path: Path) -> None:
 @on_cuda_builds
 def test_frozen_blocks_share_no_zeros_and_repeat_no_weights_on_cuda(tmp_path: Path) -> None:
     """Mamba2 concatenates zeros in each block; in Whisper a weight has a stride of 0."""
-    arguments = ("mamba", "whisper", "--mode", "inference", "--device", "cuda")
-    for row in rows(tmp_path / "out.json", *arguments):
+    for row in rows_of_process(tmp_path, "cuda", "mamba", "whisper", "--mode", "inference"):
         further, frozen = (row["totals"][f"{name}, further"] for name in (AMP_FX, FROZEN))
         for name in ("num_bytes", "num_launches", "num_layouts"):
             assert frozen[name] <= further[name], (row["about"], name)
@@ -278,7 +229,7 @@ def test_frozen_blocks_share_no_zeros_and_repeat_no_weights_on_cuda(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_never_more_than_native_on_cuda_in_any_case(tmp_path: Path, dtype: str) -> None:
-    found = rows(tmp_path / "out.json", "--device", "cuda", "--dtype", dtype)
+    found = rows_of_process(tmp_path, "cuda", "--dtype", dtype)
     assert len(found) == 2 * len(CASES)
     for row in found:
         check(row)
@@ -287,66 +238,39 @@ def test_never_more_than_native_on_cuda_in_any_case(tmp_path: Path, dtype: str) 
 @on_cuda_builds
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "native", "limit"), [("gpt2", 3423, 2817), ("resnet", 2350, 2076)]
+    ("case", "native", "limit", "share"),
+    [
+        ("gpt2", 3423, 2817, 0.86),
+        ("vit", 5133, 4288, 0.86),
+        ("unet", 2776, 2388, 0.86),
+        ("llama", 10907, 8611, 0.90),
+        ("resnet", 2350, 2076, 0.91),
+    ],
 )
-def test_figures_of_another_harness_come_out(
-    tmp_path: Path, case: str, native: int, limit: int
+def test_figures_of_the_documentation(
+    tmp_path: Path, case: str, native: int, limit: int, share: float
 ) -> None:
-    """Compares with earlier counts in MiB: forward and backward in bfloat16, for an H200."""
-    [row] = rows(tmp_path / "out.json", case, "--mode", "training", "--device", "cuda")
-    assert round(row["totals"][NATIVE]["num_bytes"] / 2**20) == native
-    assert round(row["totals"][LIMIT]["num_bytes"] / 2**20) == limit
+    """Counts MiB of forward and backward in the first call, and what ``lean`` moves of native's."""
+    [row] = rows_of_process(tmp_path, "cuda", case, "--mode", "training")
+    moved = {name: row["totals"][name]["num_bytes"] for name in (NATIVE, LIMIT, LEAN)}
+    assert round(moved[NATIVE] / 2**20) == native
+    assert round(moved[LIMIT] / 2**20) == limit
+    assert moved[LEAN] <= share * moved[NATIVE]
 
 
 @on_cuda_builds
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "share"),
-    [("gpt2", 0.86), ("vit", 0.86), ("unet", 0.86), ("llama", 0.90), ("resnet", 0.91)],
-)
-def test_what_lean_saves_on_cuda(tmp_path: Path, case: str, share: float) -> None:
-    """Compares with native's bytes in the first step after an update, forward and backward."""
-    [row] = rows(tmp_path / "out.json", case, "--mode", "training", "--device", "cuda")
-    assert row["totals"][LEAN]["num_bytes"] <= share * row["totals"][NATIVE]["num_bytes"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(("nonsense",), ["nonsense", "gpt2"]), (("--dtype", "float64"), ["float64", "bfloat16"])],
-)
-def test_bad_arguments(
-    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: list[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["bytes", *arguments])
-    printed = capsys.readouterr().err
-    assert all(word in printed for word in words), printed
-
-
-def test_a_worker_that_dies_is_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Starts a worker that prints more than a pipe holds, one contender's figures, and an error."""
-    counted = dict.fromkeys(("first", "further"), dict.fromkeys(COLUMNS, 1 << 20))
-    program = (
-        "import sys; sys.stderr.write('warning\\n' * 100_000 + 'no room left\\n');"
-        f"print({MARK + json.dumps(counted)!r}); sys.exit(3)"
-    )
-    run = subprocess.run
-
-    def start(_: list[str], **given: Any) -> Any:
-        return run([sys.executable, "-c", program], **given)
-
-    monkeypatch.setattr(subprocess, "run", start)
-    assert main(["bytes", "mlp", "--tiny", "--device", "cpu", "--mode", "inference"]) == 1
-    printed = capsys.readouterr().out
-    assert "| native | 1 | 1048576 |" in printed
-    assert "native failed" not in printed
-    assert "limit failed: no room left" in printed
-
-
-@pytest.mark.skipif(can_pretend(), reason="is a CUDA build")
-def test_cuda_without_a_build_for_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["bytes", "--device", "cuda"])
-    assert "built without CUDA" in capsys.readouterr().err
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_float8_moves_no_more_than_compiled_torchao(tmp_path: Path, name: str, recipe: str) -> None:
+    """Compares bytes, kernels, and saved bytes after the weights are quantized."""
+    pytest.importorskip("torchao", reason="the other one is torchao 0.18")
+    contenders = (f"float8-{recipe}", f"torchao-{recipe}")
+    arguments = ("--mode", "training", "--contenders", *contenders)
+    [row] = rows_of_process(tmp_path, "cuda", name, *arguments)
+    assert not row["failures"]
+    ours, theirs = (row["totals"][f"{contender}, further"] for contender in contenders)
+    kernels, most = (w["num_launches"] + w["num_extern"] for w in (ours, theirs))
+    assert kernels <= most
+    assert ours["num_bytes"] <= theirs["num_bytes"]
+    assert ours["saved_bytes"] <= theirs["saved_bytes"]

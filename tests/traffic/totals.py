@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tests.traffic.kernels import CAST, EXTERN, LAYOUT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
+
+    from tests.traffic.counting import Graph
 
 TENSORS, BLOCKS, CHUNK = 64, 320, 65536
 """Of one launch of a kernel for two lists: ``ATen/native/cuda/MultiTensorApply.cuh``."""
@@ -40,31 +42,29 @@ class Totals:
 
 
 def totals(
-    graphs: Iterable[Mapping[str, Any]],
-    refreshed: Iterable[tuple[int, int, int, bool]],
-    device: str,
+    graphs: Iterable[Graph], refreshed: Iterable[tuple[int, int, int, bool]], device: str
 ) -> Totals:
-    """Adds up what ``tests.traffic.worker.count`` gave.
+    """Adds up what one call moves.
 
     Args:
-        graphs: Of one call.
+        graphs: Its graphs.
         refreshed: The casts of weights that were made before it.
         device: ``"cpu"`` or ``"cuda"``.
     """
     graphs, refreshed = list(graphs), list(refreshed)
-    kernels = [kernel for graph in graphs for kernel in graph["kernels"]]
-    kinds = [kernel["kind"] for kernel in kernels]
+    kernels = [kernel for graph in graphs for kernel in graph.kernels]
+    kinds = [kernel.kind for kernel in kernels]
     num_refreshes = refresh_launches(refreshed, device)
     made = sum(count * (wide + low) for count, wide, low, _ in refreshed)
     return Totals(
-        num_bytes=sum(kernel["num_bytes"] for kernel in kernels) + made,
+        num_bytes=sum(kernel.num_bytes for kernel in kernels) + made,
         num_launches=len(kinds) - kinds.count(EXTERN) + num_refreshes,
         num_extern=kinds.count(EXTERN),
         num_casts=kinds.count(CAST) + num_refreshes,
         num_layouts=kinds.count(LAYOUT),
         num_refreshes=num_refreshes,
-        saved_bytes=sum(graph["saved_bytes"] for graph in graphs),
-        wire_bytes=sum(graph["wire_bytes"] for graph in graphs),
+        saved_bytes=sum(graph.saved_bytes for graph in graphs),
+        wire_bytes=sum(graph.wire_bytes for graph in graphs),
     )
 
 
