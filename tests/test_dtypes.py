@@ -46,11 +46,6 @@ def of_region(name: str) -> Any:
         return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
 
-def of_region_with_policy(name: str) -> Any:
-    with amp_fx.autocast("cpu", name, policy="torch"):
-        return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-
-
 def of_compiled_region(name: str) -> Any:
     def product(x: torch.Tensor) -> torch.Tensor:
         with amp_fx.autocast("cpu", name):
@@ -59,28 +54,17 @@ def of_compiled_region(name: str) -> Any:
     return torch.compile(product, backend="eager", fullgraph=True)(torch.ones(2, 2)).dtype
 
 
-def of_explanation(name: str) -> Any:
-    return getattr(torch, amp_fx.explain(nn.Linear(4, 4), dtype=name)(torch.ones(1, 4)).dtype)
-
-
-def of_policy(name: str) -> Any:
-    return Policy.default("cuda", dtype=name).low_dtype("cuda")
-
-
-def of_policy_file(name: str) -> Any:
-    return Policy.from_dict({"dtype": name}).low_dtype("cpu")
-
-
 PLACES: dict[str, Callable[[str], Any]] = {
     "backend": of_backend,
     "compile": of_compile,
     "region": of_region,
-    "region with policy": of_region_with_policy,
     "compiled region": of_compiled_region,
-    "explain": of_explanation,
-    "policy": of_policy,
+    "explain": lambda name: getattr(
+        torch, amp_fx.explain(nn.Linear(4, 4), dtype=name)(torch.ones(1, 4)).dtype
+    ),
+    "policy": lambda name: Policy.default("cuda", dtype=name).low_dtype("cuda"),
     "with_dtype": lambda name: Policy.default().with_dtype(name).low_dtype("cpu"),
-    "policy file": of_policy_file,
+    "policy file": lambda name: Policy.from_dict({"dtype": name}).low_dtype("cpu"),
     "input shape": lambda name: parse_input(f"2:{name.removeprefix('torch.')}").dtype,
     "register_device": lambda name: _checked_dtypes("privateuseone", [name])[0],
     "options": lambda name: Options.parse({"dtype": name}).dtype,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +19,6 @@ from tests.programs import compiled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from tests.programs import Program
 
@@ -65,21 +62,6 @@ def test_graphs_without_cpu_tensors_need_no_compiler() -> None:
     assert not numerics.uses_inductor({"cpu"}, Options())
 
 
-NO_COMPILER = """
-from amp_fx.backend.cpp_compiler import has_cpp_compiler
-assert not has_cpp_compiler()
-"""
-
-
-@pytest.mark.slow
-def test_missing_compiler_is_noticed(tmp_path: Path) -> None:
-    """Relies on ``torch._inductor.cpp_builder.get_cpp_compiler`` raising."""
-    env = os.environ | {"CXX": str(tmp_path / "none"), "PATH": str(tmp_path)}
-    command = [sys.executable, "-c", NO_COMPILER]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 def test_region_markers_are_cacheable_while_compiling_only() -> None:
     """Relies on ``torch._inductor.config.unsafe_marked_cacheable_functions``."""
     before = dict(config.unsafe_marked_cacheable_functions)
@@ -92,11 +74,6 @@ def test_region_markers_are_cacheable_while_compiling_only() -> None:
         module, _, function = name.rpartition(".")
         assert callable(getattr(sys.modules[module], function))
     assert {name.rpartition(".")[2] for name in added} == {"_enter_autocast", "_exit_autocast"}
-
-
-def test_errors_while_compiling_come_out() -> None:
-    with pytest.raises(ZeroDivisionError), region_markers_cacheable():
-        raise ZeroDivisionError
 
 
 def make_and_train(compiler: Any, x: torch.Tensor) -> list[torch.Tensor]:
@@ -141,9 +118,5 @@ def test_a_backend_that_fails_is_named(x: torch.Tensor, caplog: pytest.LogCaptur
 
     with caplog.at_level(logging.WARNING, "amp_fx"):
         made = make_and_train(broken_chip, x)
-    for ours, native in zip(made, make_and_train(None, x), strict=True):
-        torch.testing.assert_close(ours, native, rtol=0, atol=0)
-    assert (
-        "could not be compiled with 'broken_chip': ValueError: no code for this graph"
-        in caplog.text
-    )
+    torch.testing.assert_close(made, make_and_train(None, x), rtol=0, atol=0)
+    assert "compiled with 'broken_chip': ValueError: no code for this graph" in caplog.text

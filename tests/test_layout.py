@@ -115,16 +115,6 @@ def circles(texts: Mapping[str, str]) -> list[set[str]]:
     return [part for part in parts if len(part) > 1 or graph.has_edge(*[*part] * 2)]
 
 
-def test_circles_are_found() -> None:
-    texts = {
-        "amp_fx.a": "if TYPE_CHECKING:\n    from amp_fx.b import B",
-        "amp_fx.b": "def f():\n    from amp_fx import c",
-        "amp_fx.c": "import amp_fx.a",
-        "amp_fx.d": "from amp_fx.a import A",
-    }
-    assert circles(texts) == [{"amp_fx.a", "amp_fx.b", "amp_fx.c"}]
-
-
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_folders_have_no_circle_of_imports(folder: str) -> None:
     """Counts imports for types and imports inside functions, too."""

@@ -114,27 +114,6 @@ def write(folder: Path, name: str, *sources: str) -> Path:
     return path
 
 
-NOISY = """
-import os
-print(os.getcwd() + "/x", os.__file__)
-print(object())
-(lambda: 0).__code__
-"""
-
-
-@pytest.mark.slow
-@can_run
-def test_a_run_leaves_no_noise_and_a_second_one_changes_nothing(tmp_path: Path) -> None:
-    path = write(tmp_path, "noisy", NOISY, "1 + 1")
-    assert run(script=tmp_path / "run.py").returncode == 0
-    first = path.read_bytes()
-    assert not [text for text in shown_text(path) if ABSOLUTE.search(text)]
-    assert [cell["execution_count"] for cell in code_cells(path)] == [1, 2]
-    assert "".join(shown_text(path)).endswith("2")
-    assert run("noisy", script=tmp_path / "run.py").returncode == 0
-    assert path.read_bytes() == first
-
-
 @pytest.mark.slow
 @can_run
 def test_a_check_finds_what_was_changed_and_writes_nothing(tmp_path: Path) -> None:
@@ -155,30 +134,3 @@ def test_a_check_finds_what_was_changed_and_writes_nothing(tmp_path: Path) -> No
     assert done.returncode == 1
     assert "code was changed after its outputs were written" in done.stdout
     assert "make notebooks ARGS=changed" in done.stdout
-
-
-@can_run
-def test_a_cell_that_raises_fails_and_writes_nothing(tmp_path: Path) -> None:
-    path = write(tmp_path, "broken", "1", "raise ValueError('no luck')")
-    before = path.read_bytes()
-    done = run(script=tmp_path / "run.py")
-    assert done.returncode == 1
-    assert "broken.ipynb" in done.stdout
-    assert "no luck" in done.stdout
-    assert path.read_bytes() == before
-
-
-@can_run
-def test_without_dot_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    done = run("01_quickstart")
-    assert done.returncode == 2
-    assert "apt-get install graphviz" in done.stderr
-
-
-@can_run
-def test_an_unknown_name_is_an_error_that_says_which_there_are() -> None:
-    done = run("01_quickstar")
-    assert done.returncode == 2
-    assert "did you mean 01_quickstart?" in done.stderr
-    assert all(path.stem in done.stderr for path in NOTEBOOKS)
