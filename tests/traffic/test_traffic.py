@@ -55,11 +55,10 @@ def test_what_is_saved_for_the_backward() -> None:
     assert (native - ours, ours) == (2 * W, 2 * X)
 
 
-@pytest.mark.slow
+@on_cuda_builds
 def test_a_frozen_product_makes_its_low_weight_once(tmp_path: Path) -> None:
-    """Counts in another process; once inductor has patterns for packed weights, it keeps them."""
     arguments = ("product", "--tiny", "--mode", "inference", "--contenders", FROZEN)
-    [row] = rows_of_process(tmp_path, "cpu", *arguments)
+    [row] = rows_on_cuda(tmp_path, *arguments)
     first, further = (Totals(**row["totals"][name]) for name in (FROZEN, f"{FROZEN}, further"))
     assert further.num_bytes == (4 + 2) * X + 2 * (X + W + Y)
     assert (further.num_launches, further.num_casts, further.num_extern) == (1, 1, 1)
@@ -140,10 +139,10 @@ def rows(path: Path, *arguments: str) -> list[dict[str, Any]]:
     return found
 
 
-def rows_of_process(folder: Path, device: str, *arguments: str) -> list[dict[str, Any]]:
-    """Returns the rows of a separate process, which may pretend that there is a GPU."""
+def rows_on_cuda(folder: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Returns the rows of a separate process, which pretends that there is a GPU."""
     path = folder / "out.json"
-    command = [sys.executable, "-m", "tests.traffic", "bytes", *arguments, "--device", device]
+    command = [sys.executable, "-m", "tests.traffic", "bytes", *arguments, "--device", "cuda"]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     subprocess.run([*command, "--json", str(path)], check=True, env=environment)
     found: list[dict[str, Any]] = json.loads(path.read_text())["rows"]
@@ -182,7 +181,7 @@ def test_never_more_than_native_on_the_cpu_in_any_case(tmp_path: Path, dtype: st
 
 @on_cuda_builds
 def test_never_more_than_native_on_cuda(tmp_path: Path) -> None:
-    found = rows_of_process(tmp_path, "cuda", "mlp", "unet", "--tiny")
+    found = rows_on_cuda(tmp_path, "mlp", "unet", "--tiny")
     assert len(found) == 4
     for row in found:
         check(row)
@@ -195,7 +194,7 @@ def test_a_weight_that_a_kernel_reads_whole_is_cast_there_in_training(tmp_path: 
     names = (NATIVE, AMP_FX, f"{AMP_FX}, further")
     training, inference = (
         [Totals(**row["totals"][name]) for name in names]
-        for row in rows_of_process(tmp_path, "cuda", "norm", "--tiny")
+        for row in rows_on_cuda(tmp_path, "norm", "--tiny")
     )
     native, first, further = training
     assert first == further
@@ -209,7 +208,7 @@ def test_a_weight_that_a_kernel_reads_whole_is_cast_there_in_training(tmp_path: 
 @on_cuda_builds
 def test_frozen_projections_are_one_product_on_cuda(tmp_path: Path) -> None:
     """Merges three projections, and two halves of the feed-forward network, in both blocks."""
-    [row] = rows_of_process(tmp_path, "cuda", "llama", "--tiny", "--mode", "inference")
+    [row] = rows_on_cuda(tmp_path, "llama", "--tiny", "--mode", "inference")
     check(row)
     further, frozen = (row["totals"][f"{name}, further"] for name in (AMP_FX, FROZEN))
     assert further["num_extern"] - frozen["num_extern"] == 2 * (2 + 1)
@@ -219,7 +218,7 @@ def test_frozen_projections_are_one_product_on_cuda(tmp_path: Path) -> None:
 @on_cuda_builds
 def test_frozen_blocks_share_no_zeros_and_repeat_no_weights_on_cuda(tmp_path: Path) -> None:
     """Mamba2 concatenates zeros in each block; in Whisper a weight has a stride of 0."""
-    for row in rows_of_process(tmp_path, "cuda", "mamba", "whisper", "--mode", "inference"):
+    for row in rows_on_cuda(tmp_path, "mamba", "whisper", "--mode", "inference"):
         further, frozen = (row["totals"][f"{name}, further"] for name in (AMP_FX, FROZEN))
         for name in ("num_bytes", "num_launches", "num_layouts"):
             assert frozen[name] <= further[name], (row["about"], name)
@@ -229,7 +228,7 @@ def test_frozen_blocks_share_no_zeros_and_repeat_no_weights_on_cuda(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_never_more_than_native_on_cuda_in_any_case(tmp_path: Path, dtype: str) -> None:
-    found = rows_of_process(tmp_path, "cuda", "--dtype", dtype)
+    found = rows_on_cuda(tmp_path, "--dtype", dtype)
     assert len(found) == 2 * len(CASES)
     for row in found:
         check(row)
@@ -251,7 +250,7 @@ def test_figures_of_the_documentation(
     tmp_path: Path, case: str, native: int, limit: int, share: float
 ) -> None:
     """Counts MiB of forward and backward in the first call, and what ``lean`` moves of native's."""
-    [row] = rows_of_process(tmp_path, "cuda", case, "--mode", "training")
+    [row] = rows_on_cuda(tmp_path, case, "--mode", "training")
     moved = {name: row["totals"][name]["num_bytes"] for name in (NATIVE, LIMIT, LEAN)}
     assert round(moved[NATIVE] / 2**20) == native
     assert round(moved[LIMIT] / 2**20) == limit
@@ -267,7 +266,7 @@ def test_float8_moves_no_more_than_compiled_torchao(tmp_path: Path, name: str, r
     pytest.importorskip("torchao", reason="the other one is torchao 0.18")
     contenders = (f"float8-{recipe}", f"torchao-{recipe}")
     arguments = ("--mode", "training", "--contenders", *contenders)
-    [row] = rows_of_process(tmp_path, "cuda", name, *arguments)
+    [row] = rows_on_cuda(tmp_path, name, *arguments)
     assert not row["failures"]
     ours, theirs = (row["totals"][f"{contender}, further"] for contender in contenders)
     kernels, most = (w["num_launches"] + w["num_extern"] for w in (ours, theirs))
