@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.fx.node import map_arg
 
 from amp_fx.graphs.bodies import is_rewritten
@@ -18,13 +19,14 @@ from amp_fx.graphs.values import (
     call_on_fakes,
     captured_value,
     detect_fake_mode,
+    storage_id,
     tensors_in,
     value_of,
 )
 from amp_fx.torch_private.ops import HigherOrderOperator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import fx
 
@@ -74,12 +76,35 @@ def check_graph(gm: fx.GraphModule, pass_name: str) -> None:
             )
             site = SITE.get(node)  # graphs of AOTAutograd have none, and run without gradients
             with analysis(fake_mode, is_grad_enabled=site is not None and site.is_grad_enabled):
-                value = call_on_fakes(node, args, kwargs)
-                fresh[node] = adopt_captured(captured_value(node), value)
+                value = adopt_captured(captured_value(node), call_on_fakes(node, args, kwargs))
+                fresh[node] = _with_strides(value, value_of(node), tensors_in(args, kwargs))
     # Compared at the end, because ops such as ``unsqueeze_`` change the shapes of earlier values,
     # both recorded and fresh.
     for node, value in fresh.items():
         _check_value(node, value, pass_name)
+
+
+def _with_strides(value: Any, recorded: Any, operands: Sequence[torch.Tensor]) -> Any:
+    """Gives the result of an op that allocates its memory the recorded strides.
+
+    Passes may lay out what a convolution reads in another way, which changes its strides. Inductor
+    copies for a view that does not fit them, but a view on fake tensors raises an error.
+    """
+    memory = {storage_id(operand) for operand in operands}
+
+    def restride(new: Any, old: Any) -> Any:
+        are_strided = all(
+            isinstance(t, torch.Tensor) and t.layout is torch.strided for t in (new, old)
+        )
+        if not are_strided or new.dim() != old.dim() or new.stride() == old.stride():
+            return new
+        is_view = storage_id(new) in memory
+        return new if is_view else new.new_empty_strided(new.shape, old.stride())
+
+    are_several = isinstance(value, (tuple, list)) and isinstance(recorded, (tuple, list))
+    if are_several and len(value) == len(recorded):
+        return [restride(new, old) for new, old in zip(value, recorded, strict=True)]
+    return restride(value, recorded)
 
 
 def _can_evaluate(node: fx.Node) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from amp_fx.graphs.conditions import check_graph
 from amp_fx.passes.lay_out_convolutions import LayOutConvolutions
 from amp_fx.torch_private.inductor import GraphLowering
 from tests.weights.aot_graphs import text, traced, weights
@@ -100,6 +101,23 @@ def test_left_alone(program: Callable[..., Any], kernel: torch.Tensor) -> None:
     before = text(traced(program, kernel, IMAGES).graph)
     gm, count = laid_out(program, kernel)
     assert (count, text(gm.graph)) == (0, before)
+
+
+@pytest.mark.parametrize("result", ["output", "gradient"])
+def test_a_view_of_the_result_passes_the_check(result: str) -> None:
+    def program(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        low, images = w.to(BF16), x.to(BF16)
+        output = torch.conv2d(images, low)
+        if result == "output":
+            return output.view(2, -1)
+        arguments = ([1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, False, False])
+        grads = torch.ops.aten.convolution_backward(output, images, low, None, *arguments)
+        view: torch.Tensor = grads[0].view(2, -1)
+        return view
+
+    gm, count = laid_out(program, KERNEL)
+    assert count == 1
+    check_graph(gm, "lay_out_convolutions")
 
 
 def test_left_alone_where_inductor_does_not_convert(monkeypatch: pytest.MonkeyPatch) -> None:
