@@ -1,4 +1,4 @@
-"""``amp_fx.to_onnx``: files that are valid, and whose numbers are those of eager autocast.
+"""``to_onnx`` and ``for_onnx``: files that are valid, with the numbers of eager autocast.
 
 Numbers are checked node by node (``onnx_nodes``), since onnxruntime leaves out roundings.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
 onnx = pytest.importorskip("onnx")
-pytest.importorskip("onnxruntime")
+onnxruntime = pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
 from tests.composed import Composed  # noqa: E402
@@ -35,6 +35,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The tensor attributes self.network._flat_weights",
 )
 LOW = (torch.float16, torch.bfloat16)
+NUMBERS = {torch.float16: onnx.TensorProto.FLOAT16, torch.bfloat16: onnx.TensorProto.BFLOAT16}
 DEVICES = ("cpu", "cuda")
 REASON = "amp_fx.reason"
 
@@ -100,6 +101,21 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (mlp, (4, 64)),
     "convolutions": (convolutions, (2, 3, 8, 8)),
 }
+FORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    **MODELS,
+    "other_norms": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3),
+            nn.InstanceNorm2d(8, affine=True),
+            nn.Flatten(),
+            nn.RMSNorm(288),
+            nn.Linear(288, 8),
+        ),
+        (2, 3, 8, 8),
+    ),
+    "attention": (lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), (2, 5, 16)),
+}
+"""Models that are written for onnxruntime."""
 
 
 @pytest.mark.one_in(3)
@@ -131,13 +147,12 @@ def test_products_are_low_for_tensorrt(
     assert model.opset_import[0].version >= 22
     inferred = onnx.shape_inference.infer_shapes(model, strict_mode=True)
     types = {v.name: v.type.tensor_type.elem_type for v in inferred.graph.value_info}
-    low = {torch.float16: onnx.TensorProto.FLOAT16, torch.bfloat16: onnx.TensorProto.BFLOAT16}
     products = [n for n in model.graph.node if n.op_type in ("Conv", "Gemm")]
-    assert {types[node.output[0]] for node in products} == {low[dtype]}
+    assert {types[node.output[0]] for node in products} == {NUMBERS[dtype]}
     ends = [*model.graph.input, *model.graph.output]
     assert {end.type.tensor_type.elem_type for end in ends} == {onnx.TensorProto.FLOAT}
     weights = {i.data_type for i in model.graph.initializer if len(i.dims) > 1}
-    assert weights == {low[dtype]}
+    assert weights == {NUMBERS[dtype]}
 
 
 @pytest.mark.parametrize("dtype", LOW)
@@ -426,3 +441,78 @@ def test_large_weights_are_in_a_second_file(
     program = amp_fx.export(mlp(), (x := torch.randn(4, 64),), dtype=torch.bfloat16)
     assert_same_numbers(program, x, tmp_path)
     assert (tmp_path / "model.onnx.data").stat().st_size > 64 * 128 * 2
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", FORMS)
+def test_onnxruntime_gives_the_numbers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    make, shape = FORMS[name]
+    model, x = make().eval(), torch.randn(shape)
+    with torch.no_grad():
+        exact = model.double()(x.double())
+        model.float()
+        with torch.autocast("cpu", dtype):
+            expected = model(x).float()
+    program = amp_fx.export(model, (x,), dtype=dtype)
+    before = str(program.graph)
+    file = written(program, tmp_path, "onnxruntime")
+    assert str(program.graph) == before
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx")
+    [found] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    # No nearer to eager autocast than that is to the exact numbers can anyone ask for; where
+    # onnxruntime rounds where PyTorch does, all but a few numbers are the same.
+    error = (expected.double() - exact).abs().max()
+    [by_node] = onnx_nodes.run(file, x)
+    for result in (torch.from_numpy(found), by_node):
+        assert (result - expected).abs().max() <= 2 * error
+    if name != "attention":  # which has more roundings than PyTorch's kernel
+        torch.testing.assert_close(by_node, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_weights_stay_low_in_the_file(dtype: torch.dtype, tmp_path: Path) -> None:
+    model, x = nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256)), torch.randn(2, 256)
+    file = written(amp_fx.export(model, (x,), dtype=dtype), tmp_path, "onnxruntime")
+    [weight] = [i for i in file.graph.initializer if list(i.dims) == [256, 256]]
+    assert weight.data_type == NUMBERS[dtype]
+    assert (tmp_path / "model.onnx").stat().st_size < 0.6 * 256 * 256 * 4
+
+
+def test_what_a_runtime_can_do_is_left_to_it() -> None:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.randn(2, 8)
+    program = amp_fx.export(model, (x,), dtype="bf16", output_dtype="autocast")
+    linear, norm = torch.ops.aten.linear.default, torch.ops.aten.layer_norm.default
+
+    def dtypes(widened: ExportedProgram) -> list[torch.dtype]:
+        nodes = {node.target: node for node in widened.graph.nodes}
+        return [nodes[op].meta["val"].dtype for op in (linear, norm)]
+
+    assert dtypes(amp_fx.for_onnx(program)) == [torch.float32, torch.float32]
+    only_norms = amp_fx.for_onnx(program, without_kernels=())
+    assert dtypes(only_norms) == [torch.bfloat16, torch.float32]
+    torch.testing.assert_close(only_norms.module()(x), program.module()(x), rtol=1e-2, atol=1e-2)
+
+
+def writes(model: Any, x: Tensor) -> Any:
+    """Writes a low tensor in place, which another one is a view of, and a buffer."""
+    y = model.layer(x)
+    row = y[0]
+    y.add_(1).mul_(0.3)
+    model.total.add_(row)
+    return model.norm(y), row * 2, model.total + 0
+
+
+def test_programs_that_write() -> None:
+    members = {"norm": nn.LayerNorm(8), "layer": nn.Linear(8, 8)}
+    model, x = Composed(writes, **members, total=nn.Buffer(torch.zeros(8))), torch.randn(2, 8)
+    program = amp_fx.export(model, (x,), dtype="bf16")
+    modules = [amp_fx.for_onnx(program).module(), program.module()]
+    for _ in range(2):
+        found, expected = (module(x) for module in modules)
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
+def test_what_is_no_program() -> None:
+    with pytest.raises(ArgumentTypeError, match=r"create one with amp_fx\.export\(model, args\)"):
+        amp_fx.for_onnx(nn.Linear(2, 2))  # type: ignore[arg-type]

@@ -19,14 +19,7 @@ from torch._dynamo.utils import counters
 
 import amp_fx
 from amp_fx import CastPolicy, preset
-from amp_fx.errors import (
-    AmpFxError,
-    ArgumentTypeError,
-    OptionError,
-    PolicyError,
-    PolicyWarning,
-    RegionError,
-)
+from amp_fx.errors import AmpFxError, ArgumentTypeError, OptionError, PolicyError, RegionError
 from amp_fx.regions.state import AutocastState
 from tests.other_thread import compiling_elsewhere
 
@@ -102,14 +95,6 @@ def test_breaks_and_disabled_functions(model: Breaks, x: torch.Tensor) -> None:
     backward(outputs)
     backward(expected)
     assert_same([p.grad for p in model.parameters()], [p.grad for p in other.parameters()])
-
-
-def test_eager_parts_follow_torch_autocast(model: Breaks, x: torch.Tensor) -> None:
-    table = {**preset("torch").tables["cpu"], "aten::matmul": CastPolicy.FP32}
-    program = amp_fx.compile(model, policy=preset("torch").with_device("cpu", table), **EAGER)
-    with pytest.warns(PolicyWarning, match=r"test_compile.py:\d+\) runs eagerly in a region"):
-        outputs = program(x)
-    assert [out.dtype for out in outputs] == [bf16, f32, bf16, bf16]
 
 
 def test_module_out(model: Breaks, x: torch.Tensor) -> None:
@@ -290,24 +275,6 @@ def test_one_recompilation_when_the_dtype_changes(x: torch.Tensor) -> None:
     for dtype in (bf16, f16, bf16, f16):
         assert by_dtype[dtype](x).dtype == dtype
     assert counters["stats"]["unique_graphs"] == before + 2
-
-
-def test_frame_of_its_own_inside_a_disabled_region(x: torch.Tensor) -> None:
-    """A function that breaks is captured on its own, with the region around it turned off."""
-
-    def breaks(y: torch.Tensor) -> torch.Tensor:
-        z = y.t() @ y
-        torch._dynamo.graph_break()
-        return z @ z
-
-    def outer(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with torch.autocast("cpu", enabled=False):
-            inside = breaks(x)
-        return inside, x.t() @ x
-
-    inside, outside = amp_fx.compile(outer, **EAGER)(x)
-    assert torch.equal(inside, breaks(x))
-    assert torch.equal(outside, eager(lambda: x.t() @ x))
 
 
 class NoModule:
