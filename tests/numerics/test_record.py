@@ -159,15 +159,6 @@ def test_a_file_holds_samples_and_sees_every_element(tmp_path: Path) -> None:
     assert "not in the sample" in str(found.first)
 
 
-@pytest.mark.slow
-def test_a_file_of_gpt2_is_small(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
-    ids = torch.randint(50257, (1, 16))
-    amp_fx.record(lambda ids: model(ids, labels=ids).loss, tmp_path / "a.trace")(ids)
-    assert (tmp_path / "a.trace").stat().st_size < 5e6
-
-
 def test_the_command_and_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [str(tmp_path / name) for name in ("a.trace", "b.trace")]
     for path, off in zip(paths, (None, 1), strict=True):
