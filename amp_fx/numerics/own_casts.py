@@ -13,7 +13,6 @@ import types
 import warnings
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from amp_fx.front.settings import RegionSettings
@@ -25,6 +24,8 @@ from amp_fx.torch_private.dynamo import call_instead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    import torch
 
 
 def settings_of(compiled: Any) -> RegionSettings | None:
@@ -102,22 +103,3 @@ def _in_region(compiled: Callable[..., Any], original: Callable[..., Any]) -> Ca
         return run(*args, **kwargs)
 
     return call
-
-
-def with_own_casts(
-    step: Callable[..., Any], target: Callable[..., Any], settings: RegionSettings
-) -> Callable[..., Any]:
-    """Returns a step that runs eagerly in the region with which it was compiled.
-
-    Args:
-        step: The step.
-        target: The step before compilation.
-        settings: The settings of ``amp_fx.compile``.
-    """
-    if getattr(step, "_amp_fx_settings", None) is not None:
-        call = target.__call__ if isinstance(target, torch.nn.Module) else target
-        return settings.wrap(call, None)
-    if isinstance(target, torch.nn.Module):
-        return step  # a hook enters its region, as for each compiled module
-    backend = settings_of(step)
-    return target if backend is None else backend.wrap(target, None)

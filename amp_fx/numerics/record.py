@@ -13,7 +13,7 @@ from amp_fx.errors import ArgumentTypeError, OptionError
 from amp_fx.front.settings import unwrap
 from amp_fx.graphs.locations import NodeLocation
 from amp_fx.numerics.asked import name_of
-from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
+from amp_fx.numerics.own_casts import regions_of_compiled
 from amp_fx.numerics.trace import Trace, TraceSink, is_traced
 from amp_fx.observe.recorder import Recorder
 from amp_fx.observe.step import Step
@@ -50,7 +50,7 @@ def record(
         OptionError: The folder of the file does not exist.
         ArgumentTypeError: The step is neither a module nor a function, or the path is not a path.
     """
-    target, settings = unwrap(step, "amp_fx.record")
+    target, _ = unwrap(step, "amp_fx.record")
     if path is not None:
         _check_path(path)
 
@@ -62,10 +62,10 @@ def record(
         with (
             working(f"recording {name_of(target)}"),
             program.undisturbed(is_eager=True),
-            regions_of_compiled(program.function),
+            regions_of_compiled(step),
         ):
             recorder = Recorder(program.guard, program.paths, TraceSink(trace))
-            outcome = program.run(with_own_casts(step, target, settings), recorder.observing)
+            outcome = program.run(step, recorder.observing)
             for what, value in zip(outcome, parts_of([*outcome.values()]), strict=True):
                 if what.startswith(("output", "gradient")) and is_traced(value):
                     trace.add("result", NodeLocation(), what, value)

@@ -20,7 +20,7 @@ from amp_fx.numerics.audit.rounding import IntegerRule, LossRule, Roundings, Upc
 from amp_fx.numerics.audit.sums import CollectiveRule, GradientRule
 from amp_fx.numerics.audit.updates import RunningValueRule, ScalerRule, UpdateRule
 from amp_fx.numerics.audit.use_of_regions import LowWeightRule, RegionRule
-from amp_fx.numerics.own_casts import regions_of_compiled, with_own_casts
+from amp_fx.numerics.own_casts import regions_of_compiled
 from amp_fx.numerics.running import loss_of
 from amp_fx.observe.recorder import Recorder
 from amp_fx.observe.state import known_to, leaves_of, modules_of, parameters_of
@@ -61,12 +61,11 @@ def audit(
         ArgumentTypeError: An argument has the wrong type.
         UnsupportedError: When called: the step neither calls ``backward`` nor returns a loss.
     """
-    target, settings = unwrap(step, "amp_fx.audit")
+    target, _ = unwrap(step, "amp_fx.audit")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ArgumentTypeError(f"optimizer={optimizer!r} is not an optimizer of torch.optim")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ArgumentTypeError(f"scaler={scaler!r} is not a GradScaler of torch.amp or amp_fx")
-    call = with_own_casts(step, target, settings)
 
     @functools.wraps(target, assigned=("__doc__",), updated=())
     def audit_call(*args: Any, **kwargs: Any) -> AuditReport:
@@ -74,19 +73,19 @@ def audit(
             program = Step(target, args, kwargs, held=filter(None, (optimizer, scaler)))
             with program.undisturbed(is_eager=True):
                 try:
-                    return _observed(program, call, optimizer, scaler, counts_saved=True)
+                    return _observed(program, step, optimizer, scaler, counts_saved=True)
                 except RuntimeError as error:
                     if "saved tensor hooks" not in str(error):
                         raise
                 program.restart()  # hooks on saved tensors cannot be used in the step
-                return _observed(program, call, optimizer, scaler, counts_saved=False)
+                return _observed(program, step, optimizer, scaler, counts_saved=False)
 
     return audit_call
 
 
 def _observed(
     program: Step,
-    call: Callable[..., Any],
+    step: Callable[..., Any],
     optimizer: torch.optim.Optimizer | None,
     scaler: torch.amp.GradScaler | None,
     *,
@@ -100,8 +99,8 @@ def _observed(
     hooks = contextlib.nullcontext() if not counts_saved else _saved_by(auditor)
     torch.clear_autocast_cache()
     try:
-        with regions.followed(), regions_of_compiled(program.function), hooks, recorder.observing():
-            loss = loss_of(program.call(call), None)
+        with regions.followed(), regions_of_compiled(step), hooks, recorder.observing():
+            loss = loss_of(program.call(step), None)
             value = None if loss is None else loss.detach().clone()
             regions.close()
             with no_autocast():
