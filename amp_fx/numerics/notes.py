@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -34,33 +34,19 @@ Place = tuple[NodeLocation, str]
 """A location, and the name of an op."""
 
 
-class Noted(NamedTuple):
-    """One value that a run noted.
+class Notes:
+    """The values that the graphs of one run note, in order.
 
     Attributes:
-        name: The number of the graph, and the name of the node.
-        stage: ``"forward"`` or ``"backward"``.
-        location: The module and the line of the node; in the backward, those of the node whose
-            backward computed the gradient.
-        op: The name of that node's op.
-        value: The value.
+        values: For each value, the number of its node, the stage, and the value or the gradient.
+        nodes: For each node, its graph and name, and the location and the op by stage. The backward
+            that computes a gradient is that of the node that reads the value.
     """
 
-    name: tuple[int, str]
-    stage: str
-    location: NodeLocation
-    op: str
-    value: torch.Tensor
-
-
-class Notes:
-    """The values that the graphs of one run note, in order."""
-
     def __init__(self) -> None:
-        self.values: list[Noted] = []
+        self.values: list[tuple[int, str, torch.Tensor]] = []
         self.num_graphs = 0
-        self.places: list[tuple[tuple[int, str], Place, Place]] = []
-        """The name of each noted node, and the places of its value and of its gradient."""
+        self.nodes: list[tuple[tuple[int, str], dict[str, Place]]] = []
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
@@ -83,21 +69,22 @@ def first_difference(expected: Notes, actual: Notes) -> OpDifference | None:
     It is named by the op that only the second run has directly before, if there is one.
     """
     remaining = defaultdict(list)
-    for noted in expected.values:
-        remaining[noted.name, noted.stage].append(noted.value)
+    for number, stage, value in expected.values:
+        remaining[expected.nodes[number][0], stage].append(value)
     added = None
-    for noted in actual.values:
-        values = remaining[noted.name, noted.stage]
+    for number, stage, value in actual.values:
+        name, places = actual.nodes[number]
+        values = remaining[name, stage]
         if not values:
-            added = added or noted
+            added = added or (stage, *places[stage])
             continue
-        value = values.pop(0)
-        found = compare(noted.op, value, noted.value)
+        found = compare(places[stage][1], values[0], value)
         if found is not None:
-            at = added or noted
-            place = at.stage, at.location.module, at.op, at.location.source
-            dtypes = dtype_name(value.dtype), dtype_name(noted.value.dtype)
-            return OpDifference(*place, dtypes, found, relative_error([(value, noted.value)]), 0.0)
+            at, location, op = added or (stage, *places[stage])
+            place = at, location.module, op, location.source
+            dtypes = dtype_name(values[0].dtype), dtype_name(value.dtype)
+            return OpDifference(*place, dtypes, found, relative_error([(values[0], value)]), 0.0)
+        del values[0]
         added = None
     return None
 
@@ -124,11 +111,11 @@ class NoteValues:
         if gm.graph.find_nodes(op="call_function", target=NOTE):
             nodes = []
         for node in nodes:
-            key = len(self.notes.places)
+            key = len(self.notes.nodes)
             readers = [user for user in node.users if user.op != "output"]
             maker = readers[0] if len(readers) == 1 else node
-            places = self._place(node), self._place(maker)
-            self.notes.places.append(((self.graph, node.name), *places))
+            places = {"forward": self._place(node), "backward": self._place(maker)}
+            self.notes.nodes.append(((self.graph, node.name), places))
             with gm.graph.inserting_after(node):
                 noted = gm.graph.call_function(NOTE, (node, key))
             noted.meta = dict(node.meta)
@@ -161,9 +148,8 @@ _taking: list[Notes] = []
 
 @torch.library.custom_op("amp_fx::note", mutates_args=())
 def _note(value: torch.Tensor, key: int, is_gradient: bool = False) -> torch.Tensor:
-    name, of_value, of_gradient = _taking[-1].places[key]
-    stage, (location, op) = ("backward", of_gradient) if is_gradient else ("forward", of_value)
-    _taking[-1].values.append(Noted(name, stage, location, op, value.clone()))
+    stage = "backward" if is_gradient else "forward"
+    _taking[-1].values.append((key, stage, value.clone()))
     return value.clone()
 
 
