@@ -35,13 +35,14 @@ def _run_backward(
     twin: Twin,
     effects: Effects,
     loss: torch.Tensor | None,
-    floats: list[torch.Tensor],
+    compared: list[torch.Tensor],
     asked: Asked,
 ) -> list[GradientRecord]:
     """Runs the backward, unless the step did so, and compares the gradients of leaves."""
-    outputs = [t for t in ([loss] if loss is not None else floats) if t.requires_grad]
+    outputs = [t for t in ([loss] if loss is not None else compared) if t.requires_grad]
     read = [leaf for leaf, _ in twin.recorder.guard.leaves()]
-    leaves = [leaf for leaf in dict.fromkeys([*read, *outputs]) if _is_trained(leaf)]
+    known = dict.fromkeys([*read, *outputs])
+    leaves = [leaf for leaf in known if leaf.is_leaf and leaf.requires_grad]
     new = [leaf for leaf, before in twin.recorder.guard.leaves() if leaf.grad is not before]
     if effects.roots or any(leaf.grad is not None for leaf in new) or not outputs:
         _divide_effects(twin, _loss_scale(twin, effects, loss))
@@ -63,10 +64,6 @@ def _run_backward(
             found = torch.autograd.grad(outputs, leaves, directions, allow_unused=True)
     _divide_effects(twin, asked.scale)
     return _compared(twin, leaves, found, asked)
-
-
-def _is_trained(tensor: torch.Tensor) -> bool:
-    return tensor.is_leaf and tensor.requires_grad
 
 
 def _compared(
@@ -206,42 +203,34 @@ def _shadow_run(
     bad: list[torch.Tensor],
 ) -> dict[str, Any]:
     outputs, loss = forward(twin.recorder)
-    floats = _compared_outputs(outputs, None)
-    if loss is None and not floats:
-        raise UnsupportedError(
-            "the step returns neither a loss nor any floating-point tensor; give loss=, a function "
-            "that makes a scalar of what the step returns"
+    compared = _compared_outputs(outputs, loss)
+    if not compared:
+        what = (
+            "step returns neither a loss nor any floating-point tensor"
+            if loss is None
+            else f"loss is a {type(loss).__name__} of several tensors"
         )
-    values: dict[str, float | None] = dict.fromkeys(("loss", "reference_loss"))
-    compared = floats
-    if loss is not None:
-        plain = unwrapped(loss.detach())
-        if not is_tracked(plain):
-            raise UnsupportedError(
-                f"the loss is a {type(loss).__name__} of several tensors; give loss=, a function "
-                "that makes a plain tensor of what the step returns"
-            )
-        with below_everything():
-            reference = float(twin.shadows.of(plain))
-            values = {
-                "loss": float(plain),
-                "reference_loss": reference if asked.modules is None else None,
-            }
-        compared = [plain]
-    num_bad, output_error = 0, math.nan  # without a reference of the whole step
-    if asked.modules is None:
-        with below_everything():
-            output_error = _output_error(twin, compared)
-            num_bad = _num_bad(twin, compared, bad)
+        raise UnsupportedError(
+            f"the {what}; give loss=, a function that makes a scalar of what the step returns"
+        )
+    is_whole = asked.modules is None
+    with below_everything():
+        exact = [twin.shadows.of(output.detach()) for output in compared]
+        is_finite = all(reference.isfinite().all() for reference in exact)
+        pairs = zip(exact, compared, strict=True)
+        values = {
+            "loss": None if loss is None else float(compared[0]),
+            "reference_loss": None if loss is None or not is_whole else float(exact[0]),
+            "output_error": relative_error(pairs) if is_whole and is_finite else math.nan,
+            "num_bad_outputs": _num_bad(exact, bad) if is_whole else 0,
+        }
     is_probed = loss is None and not effects.roots
-    gradients = call_with_paths(paths, _run_backward, twin, effects, loss, floats, asked)
+    gradients = call_with_paths(paths, _run_backward, twin, effects, loss, compared, asked)
     twin.readings.read()
     missing = twin.not_examined.items()
     return {
         **values,
         "nodes": tuple(twin.seen),
-        "output_error": output_error,
-        "num_bad_outputs": num_bad,
         "gradients": tuple(gradients),
         "not_examined": tuple(UnexaminedRecord(*place, why) for place, why in missing),
         "is_probed": is_probed,
@@ -249,16 +238,7 @@ def _shadow_run(
     }
 
 
-def _num_bad(twin: Twin, outputs: list[torch.Tensor], bad: list[torch.Tensor]) -> int:
+def _num_bad(exact: list[torch.Tensor], bad: list[torch.Tensor]) -> int:
     """Returns the number of bad elements that are finite in the reference."""
-    pairs = [(twin.shadows.of(t.detach()), mask) for t, mask in zip(outputs, bad, strict=False)]
-    counts = [(mask & s.isfinite()).sum() for s, mask in pairs if s.shape == mask.shape]
-    return sum(map(int, counts))
-
-
-def _output_error(twin: Twin, outputs: list[torch.Tensor]) -> float:
-    """Returns the relative error of outputs; NaN if the reference is not finite."""
-    shadows = [twin.shadows.of(output.detach()) for output in outputs]
-    if not all(shadow.isfinite().all() for shadow in shadows):
-        return math.nan
-    return relative_error(zip(shadows, outputs, strict=True))
+    pairs = [pair for pair in zip(exact, bad, strict=False) if pair[0].shape == pair[1].shape]
+    return sum(int((mask & reference.isfinite()).sum()) for reference, mask in pairs)
