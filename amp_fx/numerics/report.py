@@ -48,7 +48,8 @@ def render(report: AccuracyReport) -> RenderableType:
 
     parts: list[RenderableType] = [_head(report)]
     if report.roots:
-        parts.append(f"root modules: {root_names(report.roots)}")
+        roots = ", ".join(f"{name} ({kind})" for name, kind in report.roots)
+        parts.append(f"root modules: {roots}")
     problem = report.reference_problem
     if problem is not None:
         where = f" in {problem.module}" if problem.module else ""
@@ -74,11 +75,6 @@ LEGEND = (
     "range: overflows, values flushed to zero, or powers of two left below the limit"
 )
 """The meaning of the columns."""
-
-
-def root_names(roots: Iterable[tuple[str, str]]) -> str:
-    """Returns the names and classes of root modules: ``"g (Generator), d (Critic)"``."""
-    return ", ".join(f"{name} ({kind})" for name, kind in roots)
 
 
 def _head(report: AccuracyReport) -> Text:

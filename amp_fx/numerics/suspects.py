@@ -176,7 +176,10 @@ def _suspects(node: OpRecord, graph: OpGraph, room: float) -> Iterator[Suspect]:
     if node.dtype not in UNIT:
         return
     if node.is_overflow or (node.fills and any(n.poisoned for n in graph.nodes)):
-        yield _overflow(node, graph)
+        if node.singular:
+            yield _singularity(node, graph)
+        else:
+            yield _suspect("overflow", node, float(node.overflows), overflow_words(node))
     if node.stage == "forward":
         yield from _forward_suspects(node)
     elif node.local >= LOST_GRADIENT:
@@ -202,12 +205,6 @@ def _forward_suspects(node: OpRecord) -> Iterator[Suspect]:
 def _is_telling(node: OpRecord) -> bool:
     """Returns True if an error is finite, and has too many elements to depend on chance."""
     return node.numel >= LEAST_ELEMENTS and math.isfinite(node.accumulated)
-
-
-def _overflow(node: OpRecord, graph: OpGraph) -> Suspect:
-    if node.singular:
-        return _singularity(node, graph)
-    return _suspect("overflow", node, float(node.overflows), overflow_words(node))
 
 
 def _singularity(node: OpRecord, graph: OpGraph) -> Suspect:

@@ -244,7 +244,7 @@ class ShadowedCall:
                 self.shadows.put(result, wide, is_fresh=fresh)
         is_recorded = is_measured and bool(num_counted or seen.flips)
         if is_recorded:
-            self.twin.record(seen)
+            self.twin.seen.append(seen)
         for result, found in errors:
             entry = self.shadows.note(result)
             entry.origin, entry.measures = (seen.index if is_recorded else -1), found
@@ -340,6 +340,7 @@ def _is_in(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
 
 
 def _shares(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
+    """Returns True if a tensor shares its storage with another, as the schema of a view allows."""
     return any(address_of(tensor) == address_of(other) for other in tensors)
 
 
@@ -378,22 +379,25 @@ class Twin(Sink):
             for tensor in event.written:
                 self.shadows.forget(tensor)
             return None
-        call = ShadowedCall(self, event)
-        if call.is_affected:
-            call.prepare()
-        return call
+        return self._prepared(event)
 
     def after(self, event: Event, before: ShadowedCall | None) -> None:
         """Repeats an op and measures its results."""
         call = before
         is_view = event.facts.is_view and all(map(is_tracked, (*event.results, *event.tensors)))
-        is_copy = is_view and not _all_share(event.results, event.tensors)
+        is_copy = is_view and not all(_shares(t, event.tensors) for t in event.results)
         if is_copy and self.is_wanted(event.location):
-            call = ShadowedCall(self, event)  # a view that copied; it has overwritten nothing
-            if call.is_affected:
-                call.prepare()
-        if call is not None and call.is_affected:
+            call = self._prepared(event)  # a view that copied; it has overwritten nothing
+        if call is not None:
             call.finish()
+
+    def _prepared(self, event: Event) -> ShadowedCall | None:
+        """Returns the repetitions of an op; None if the reference cannot differ."""
+        call = ShadowedCall(self, event)
+        if not call.is_affected:
+            return None
+        call.prepare()
+        return call
 
     def leave_out(self, op: str, module: str, why: str) -> None:
         """Lists an op as not examined."""
@@ -402,14 +406,3 @@ class Twin(Sink):
     def is_wanted(self, location: NodeLocation) -> bool:
         """Returns True if ops at a location are measured."""
         return self._modules is None or is_inside(location.module, self._modules)
-
-    def record(self, seen: OpRecord) -> None:
-        """Adds the record of an op, unless a checkpoint repeats it or an optimizer runs it."""
-        if seen.stage in MEASURED:
-            self.seen.append(seen)
-
-
-def _all_share(results: list[torch.Tensor], tensors: list[torch.Tensor]) -> bool:
-    """Returns True if results share storages with inputs, as the schema of a view allows."""
-    addresses = {address_of(t) for t in tensors}
-    return all(address_of(t) in addresses for t in results)
