@@ -70,31 +70,24 @@ def explained(model: nn.Module, x: torch.Tensor, options: Mapping[str, Any]) -> 
     return found
 
 
-@pytest.mark.one_in(2)
-@needs.FROZEN_GRAPHS
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_what_is_kept_is_explained(name: str) -> None:
-    make, x, options = PROGRAMS[name]
-    torch.manual_seed(0)
-    compiled = amp_fx.compile(make().eval(), dtype=BFLOAT16, options=options)
-    weight_cache.clear()
-    with torch.no_grad():
-        explanation = explained(compiled, x, options)
-        compiled(x)
-    kept = {(value.weights, value.ops, value.bytes) for value in weight_cache.stats().values}
-    values = explanation.graphs[0].cached_values
-    assert kept
-    assert {(value.weights, value.ops, value.num_bytes) for value in values} == kept
-    assert explanation.totals.value_bytes == sum(num_bytes for _, _, num_bytes in kept)
-
-
 @pytest.mark.one_in(3)
-@needs.HOOK
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if not PROGRAMS[name][2]])
-@pytest.mark.parametrize("has_gradients", [True, False])
-def test_what_is_kept_where_freezing_is_off_is_explained(name: str, has_gradients: bool) -> None:
-    make, x, _ = PROGRAMS[name]
-    options: dict[str, Any] = {"freezing": False, "weight_cache": "training"}
+@needs.FROZEN_GRAPHS
+@pytest.mark.parametrize(
+    ("name", "has_gradients", "is_frozen"),
+    [
+        *((name, False, True) for name in PROGRAMS),
+        *(
+            (name, grad, False)
+            for name in PROGRAMS
+            if not PROGRAMS[name][2]
+            for grad in (True, False)
+        ),
+    ],
+)
+def test_what_is_kept_is_explained(name: str, has_gradients: bool, is_frozen: bool) -> None:
+    make, x, options = PROGRAMS[name]
+    if not is_frozen:
+        options = {"freezing": False, "weight_cache": "training"}
     torch.manual_seed(0)
     model = make().eval()
     settings: dict[str, Any] = {**options, "dtype": BFLOAT16}
@@ -109,6 +102,7 @@ def test_what_is_kept_where_freezing_is_off_is_explained(name: str, has_gradient
         told[value.weights, value.ops] += value.num_bytes
     assert kept
     assert told == kept
+    assert explanation.totals.value_bytes == sum(kept.values())
 
 
 @pytest.mark.parametrize(
