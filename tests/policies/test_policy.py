@@ -132,27 +132,6 @@ def test_a_device_type_has_no_index(device_type: str) -> None:
         Policy.default().with_device(device_type)
 
 
-@pytest.mark.parametrize(
-    ("op", "overloads"),
-    [
-        ("aten::linear", ["aten::linear"]),
-        ("aten::sum", ["aten::sum"]),  # the qualified name of an overload, not of all
-        ("linear", ["aten::linear"]),
-        ("softmax.int", ["aten::softmax.int"]),
-        ("torch.softmax", ["aten::softmax.int"]),
-        ("aten::softmax", ["aten::softmax.int"]),
-        (aten.linear, ["aten::linear"]),
-        (aten.sum.default, ["aten::sum"]),
-        ("layer_nor*", ["aten::layer_norm"]),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("policy", [CastPolicy.FP32, "fp32", torch.float32], ids=str)
-def test_tables_take_the_names_of_with_ops(op: Any, overloads: list[str], policy: Any) -> None:
-    expected = dict.fromkeys(overloads, CastPolicy.FP32)
-    assert Policy.default().with_device("my_device", {op: policy}).tables["my_device"] == expected
-
-
 @pytest.mark.parametrize("name", preset_names())
 def test_tables_of_presets_stay_as_they_are(name: str) -> None:
     """Covers ops that this torch does not have."""

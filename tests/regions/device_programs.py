@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 import itertools
 import logging
 import sys
@@ -224,34 +223,6 @@ def scalers_skip_steps_that_overflow() -> None:
                 moved = [not torch.equal(p, b) for p, b in zip(params, before, strict=True)]
                 assert moved == [at_fault is None] * 3
                 assert scaler.get_scale() == (scale if at_fault is None else scale / 2)
-
-
-@program
-def state_dicts_come_back() -> None:
-    model, scaler = make_model(), amp_fx.GradScaler(DEVICE, init_scale=4.0)
-    optimizer = torch.optim.AdamW(model.parameters())
-    x, y = make_inputs()
-    run = compiled(model)
-    with torch.autocast(DEVICE, f16):
-        loss = F.cross_entropy(run(x), y)
-    torch.autograd.backward(scaler.scale(loss))
-    scaler.step(optimizer)
-    scaler.update()
-    file = io.BytesIO()
-    states: dict[str, Any] = {"model": model, "optimizer": optimizer, "scaler": scaler}
-    torch.save({name: each.state_dict() for name, each in states.items()}, file)
-    file.seek(0)
-    loaded = torch.load(file, map_location=DEVICE)
-    other = make_model()
-    other.load_state_dict(loaded["model"])
-    assert all(map(is_equal, model.state_dict().values(), other.state_dict().values()))
-    second = torch.optim.AdamW(other.parameters())
-    second.load_state_dict(loaded["optimizer"])
-    again = amp_fx.GradScaler(DEVICE)
-    again.load_state_dict(loaded["scaler"])
-    assert again.state_dict() == scaler.state_dict()
-    with torch.no_grad(), torch.autocast(DEVICE, f16):
-        assert is_equal(run(x), compiled(other)(x))
 
 
 @program

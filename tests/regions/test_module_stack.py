@@ -71,13 +71,6 @@ class Net(nn.Module):
         return [out for layer in self.layers for out in layer(x)]
 
 
-class EachAlone(nn.ModuleList):
-    """Gives the same input to each of its modules."""
-
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return [module(x) for module in self]
-
-
 def dtypes(outputs: list[torch.Tensor]) -> list[torch.dtype]:
     return [out.dtype for out in outputs]
 
@@ -119,20 +112,6 @@ def test_paths_begin_at_the_compiled_module() -> None:
     alone: Any = compiled(net[0], policy=policy, output_dtype="autocast")
     with pytest.warns(PolicyWarning, match="no module of Sequential matches '0.0'"):
         assert alone(x).dtype == bf16, "called alone it is the outermost module"
-
-
-@pytest.mark.parametrize("argument", [0, 1])
-def test_modules_given_to_a_function(argument: int) -> None:
-    def program(*args: Any) -> torch.Tensor:
-        net, x = args if argument == 0 else args[::-1]
-        result: torch.Tensor = net(x)
-        return result
-
-    net, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(4, 4)
-    policy = Policy.default().with_modules({"1": "fp32"})
-    call = compiled(program, policy=policy, output_dtype="autocast")
-    args = (net, x) if argument == 0 else (x, net)
-    assert call(*args).dtype == f32
 
 
 @pytest.mark.parametrize(

@@ -212,18 +212,3 @@ def test_a_convolution_that_is_not_packed_takes_a_rounded_bias() -> None:
     gm.recompile()
     assert torch.equal(gm(*low, bias), torch.conv2d(*low, bias.bfloat16()))
     assert sum("convert" in str(node.target) for node in gm.graph.nodes) == 1
-
-
-@torch.no_grad()
-def test_training_between_calls_is_seen() -> None:
-    torch.manual_seed(0)
-    model, x = filled(nn.Sequential(line()(), line()())), torch.randn(4, 8, 9, 9)
-    options: Any = {"dtype": torch.bfloat16, "fallback": False}
-    compiled: Any = torch.compile(model, backend="amp_fx", options=options)
-    for factor in (1.0, 3.0, -2.0):
-        model.train()(factor * x + factor)
-        model.eval()
-        model[0][1].bias.mul_(factor)
-        model[1][0].weight.data.mul_(1 + factor)
-        assert error(model, x, compiled(x)) < 1e-2
-    assert num_folded() == 2

@@ -34,24 +34,3 @@ def test_what_weights_leave_is_freed(way: Way) -> None:
     assert num_alive(left[:-1]) == 0, "clear lets go of all that weights left"
     assert num_alive(left) == 1
     check(way, program, held, x)
-
-
-@ALL_WAYS
-def test_two_storages_by_turns_are_all_that_lives(way: Way) -> None:
-    (model, held), x = make_line(), batch()
-    program = way.compile(model)
-    way.warm(program, x)
-    mine, other = held[1].clone(), contents(7)
-    storages = [weak(mine), weak(other)]
-    for k in range(6):
-        model.weight(1).data = (other, mine)[k % 2]
-        held[1] = model.weight(1).data.clone()
-        check(way, program, held, x)
-    del mine, other
-    model.weight(1).data = contents(8)
-    held[1] = contents(8)
-    for _ in range(3):
-        check(way, program, held, x)
-    assert num_alive(storages) <= 1
-    weight_cache.clear()
-    assert num_alive(storages) == 0
