@@ -1,4 +1,4 @@
-"""The three ways in which weights' values are kept, and an oracle that touches no weight.
+"""Ways in which values of weights are kept, and linear layers to compare with eager autocast.
 
 All through what users see: ``torch.compile``, and ``weight_cache`` for what is kept.
 """
@@ -6,22 +6,18 @@ All through what users see: ``torch.compile``, and ``weight_cache`` for what is 
 from __future__ import annotations
 
 import dataclasses
-import gc
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import functional
 
 from amp_fx import weight_cache
 from tests.weights.nets import random
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     Program = Callable[..., torch.Tensor]
-    Inside = Callable[[torch.Tensor], torch.Tensor]
 
 SIZE = 32
 TOLERANCE = 0.05
@@ -55,19 +51,24 @@ class Way:
                 return (program(x),)
             x = x.detach().clone().requires_grad_()
             out = program(x)
-            out.sum().backward()  # type: ignore[no-untyped-call]
-            assert x.grad is not None
-            return out.detach(), x.grad
+            return out.detach(), torch.autograd.grad(out.sum(), x)[0]
 
     def warm(self, program: Program, x: torch.Tensor) -> None:
         """Calls until values are cached."""
-        assert self.keeps_values(program, x), "nothing is kept: there is nothing to test"
-
-    def keeps_values(self, program: Program, x: torch.Tensor) -> bool:
-        """Calls several times; returns True if values are cached then."""
         for _ in range(4):
             self.call(program, x)
-        return weight_cache.stats().bytes > 0
+        assert weight_cache.stats().bytes, "nothing is kept: there is nothing to test"
+
+    def check(self, program: Program, model: nn.Module, x: torch.Tensor) -> None:
+        """Calls once, and compares with eager autocast."""
+
+        def eager(x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                out: torch.Tensor = model(x).float()
+            return out
+
+        error = error_of(self.call(program, x), self.call(eager, x))
+        assert error < TOLERANCE, f"off by {error:.2g} of what is expected"
 
 
 FROZEN = Way("frozen")
@@ -76,68 +77,27 @@ TRAINED = Way("trained", (("weight_cache", "training"),), is_trained=True)
 WAYS = (FROZEN, KEPT, TRAINED)
 
 
-class Line(nn.Module):
-    """Linear layers without anything in between: each element of each weight counts.
+class Line(nn.Sequential):
+    """Linear layers without anything in between: each element of each weight counts."""
 
-    Args:
-        weights: Their contents, which are copied.
-        inside: What happens to the activations after each layer, by position.
-    """
-
-    def __init__(
-        self, weights: Iterable[torch.Tensor], inside: dict[int, Inside] | None = None
-    ) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList()
-        self.inside = inside or {}
-        for weight in weights:
-            layer = nn.Linear(weight.shape[0], weight.shape[1], bias=False)
-            layer.weight.data.copy_(weight)
-            self.layers.append(layer)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x
-        for i, layer in enumerate(self.layers):
-            out = layer(out)
-            if i in self.inside:
-                out = self.inside[i](out)
-        return out
+    def __init__(self, num_layers: int = 3) -> None:
+        super().__init__(*(nn.Linear(SIZE, SIZE, bias=False) for _ in range(num_layers)))
+        for i, weight in enumerate(self.parameters()):
+            weight.data.copy_(contents(i))
 
     def weight(self, i: int) -> nn.Parameter:
         """Returns the current weight of a layer."""
-        weight = self.layers[i].weight
-        assert isinstance(weight, nn.Parameter)
-        return weight
+        return self.get_parameter(f"{i}.weight")
 
 
-def contents(seed: int, size: int = SIZE) -> torch.Tensor:
+def contents(seed: int) -> torch.Tensor:
     """Returns contents of a weight, which differ between seeds."""
-    scaled: torch.Tensor = random(size, size, seed=seed) / size**0.5
+    scaled: torch.Tensor = random(SIZE, SIZE, seed=seed) / SIZE**0.5
     return scaled
 
 
-def make_line(num_layers: int = 3, **kwargs: Any) -> tuple[Line, list[torch.Tensor]]:
-    """Returns a model, and what its weights hold."""
-    held = [contents(seed) for seed in range(num_layers)]
-    return Line(held, **kwargs), held
-
-
-def batch(size: int = SIZE) -> torch.Tensor:
-    return random(4, size, seed=99)
-
-
-def expected(
-    held: Sequence[torch.Tensor], x: torch.Tensor, *, is_trained: bool
-) -> tuple[torch.Tensor, ...]:
-    """Computes the result of eager autocast from plain tensors, without reading a weight."""
-    x = x.detach().clone().requires_grad_(is_trained)
-    with torch.autocast("cpu", torch.bfloat16):
-        out = x
-        for weight in held:
-            out = functional.linear(out, weight)
-    if not is_trained:
-        return (out.float(),)
-    return out.detach().float(), torch.autograd.grad(out.float().sum(), x)[0]
+def batch() -> torch.Tensor:
+    return random(4, SIZE, seed=99)
 
 
 def error_of(actual: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
@@ -146,27 +106,3 @@ def error_of(actual: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> 
     return max(
         (a - w).abs().max().item() / (w.square().mean().sqrt().item() or 1.0) for a, w in pairs
     )
-
-
-def is_right(way: Way, program: Program, held: Sequence[torch.Tensor], x: torch.Tensor) -> bool:
-    """Calls once: whether what comes is made of what the weights hold."""
-    wanted = expected(held, x, is_trained=way.is_trained)
-    return error_of(way.call(program, x), wanted) < TOLERANCE
-
-
-def check(way: Way, program: Program, held: Sequence[torch.Tensor], x: torch.Tensor) -> None:
-    """Calls once, and compares with the oracle."""
-    wanted = expected(held, x, is_trained=way.is_trained)
-    error = error_of(way.call(program, x), wanted)
-    assert error < TOLERANCE, f"off by {error:.2g} of what is expected"
-
-
-def weak(tensor: torch.Tensor) -> StorageWeakRef:
-    """Tells whether a storage lives, without keeping it alive."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def num_alive(storages: Iterable[StorageWeakRef]) -> int:
-    """Returns the number of storages that have not been freed."""
-    gc.collect()
-    return sum(not storage.expired() for storage in storages)  # type: ignore[no-untyped-call]

@@ -96,6 +96,29 @@ def test_a_folded_norm_is_near_float64(
     assert error(model, x, result) < NEAR
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_network_is_more_accurate_with_folded_norms() -> None:
+    """With statistics of data."""
+    errors = {True: 0.0, False: 0.0}
+    for seed in range(3):
+        torch.manual_seed(seed)
+        blocks = [Residual(2, 32, is_added=i % 2 == 1, is_cut=True, bias=False) for i in range(8)]
+        stem = nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU()
+        model, x = nn.Sequential(*stem, *blocks), torch.randn(8, 3, 24, 24).cumsum(-1) / 4
+        for norm in model.modules():
+            if isinstance(norm, nn.BatchNorm2d):
+                norm.momentum = None
+                nn.init.uniform_(norm.weight, 0.5, 1.5)
+                nn.init.normal_(norm.bias, std=0.2)
+        model.train()(x)
+        model.eval()
+        for is_folded in errors:
+            result = run(model, x, fold_batch_norm=is_folded)
+            errors[is_folded] += error(model, x, result)
+    assert errors[True] < errors[False]
+
+
 class Scaled(nn.Module):
     """A frozen norm as detection models have it: a product and a sum."""
 

@@ -16,12 +16,11 @@ from amp_fx.torch_private.dynamo import counters
 from amp_fx.torch_private.inductor import few_rows_kernel
 from amp_fx.weights.cpu import few_rows, huge_pages
 from tests import needs
-from tests.weights.keeping import FROZEN, Way, batch, check, make_line
+from tests.weights.keeping import FROZEN, Line, Way, batch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.weights.keeping import Line
 
 pytestmark = [needs.FROZEN_GRAPHS, needs.PACKING]
 
@@ -34,11 +33,11 @@ WRITES: dict[str, Callable[[Line, int], Any]] = {
     "other data": lambda model, i: setattr(model.weight(i), "data", model.weight(i) * 3),
     "foreach": lambda model, i: torch._foreach_mul_([model.weight(i)], 0.5),
     "numpy": lambda model, i: model.weight(i).numpy().fill(0.25),
-    "state dict": lambda model, i: model.layers[i].load_state_dict(
+    "state dict": lambda model, i: model[i].load_state_dict(
         {"weight": torch.full_like(model.weight(i), 0.125)}
     ),
     "other parameter": lambda model, i: setattr(
-        model.layers[i], "weight", nn.Parameter(model.weight(i) - 1)
+        model[i], "weight", nn.Parameter(model.weight(i) - 1)
     ),
 }
 
@@ -48,15 +47,11 @@ def blocked() -> list[weight_cache.KeptValue]:
     return [v for v in weight_cache.stats().values if "constant_pad_nd" in v.ops]
 
 
-def held(model: Line) -> list[torch.Tensor]:
-    return [model.weight(i).detach().clone() for i in range(len(model.layers))]
-
-
 @torch.no_grad()
 def test_templates_are_used() -> None:
-    model, _ = make_line()
+    model = Line()
     TEMPLATES.warm(TEMPLATES.compile(model), batch())
-    assert len(blocked()) == len(model.layers)
+    assert len(blocked()) == len(model)
 
 
 @torch.no_grad()
@@ -102,24 +97,24 @@ def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 @torch.no_grad()
 def test_writes_are_seen(layout: str, writes: list[tuple[str, int]]) -> None:
     way = LAYOUTS[layout]
-    model, _ = make_line()
+    model = Line()
     program = way.compile(model)
     way.warm(program, batch())
     for name, i in writes:
         WRITES[name](model, i)
-        check(way, program, held(model), batch())
-    check(way, program, held(model), batch())
+        way.check(program, model, batch())
+    way.check(program, model, batch())
 
 
 @torch.no_grad()
 def test_one_graph_serves_two_models() -> None:
     """A second model finds the code of the first in Dynamo's cache of its function."""
-    models = [make_line()[0] for _ in range(2)]
+    models = [Line() for _ in range(2)]
     models[1].weight(0).mul_(-1)
     programs = [TEMPLATES.compile(model) for model in models]
     for _ in range(2):
         for model, program in zip(models, programs, strict=True):
-            check(TEMPLATES, program, held(model), batch())
+            TEMPLATES.check(program, model, batch())
 
 
 @torch.no_grad()
@@ -129,9 +124,9 @@ def test_a_new_process_of_the_same_graph_sees_writes(layout: str) -> None:
     counters.clear()
     for factor in (1.0, -3.0):
         torch._dynamo.reset()
-        model, _ = make_line()
+        model = Line()
         program = way.compile(model)
         way.call(program, batch())
         model.weight(1).mul_(factor)
-        check(way, program, held(model), batch())
+        way.check(program, model, batch())
     assert bool(counters["inductor"]["fxgraph_cache_hit"]) == (layout != "templates")

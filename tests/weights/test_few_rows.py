@@ -17,7 +17,7 @@ from amp_fx.torch_private.inductor import CppGemmTemplate, FewRowsKernel, few_ro
 from amp_fx.weights.cpu import few_rows
 from amp_fx.weights.cpu.few_rows import MAX_ROWS, MIN_COLUMNS, MIN_WEIGHTS, max_rows
 from tests import needs
-from tests.weights.keeping import Way, batch, make_line
+from tests.weights.keeping import Line, Way, batch
 
 pytestmark = [
     needs.FROZEN_GRAPHS,
@@ -225,7 +225,7 @@ def test_exact_sums_have_the_bits_of_eager_autocast(
     [("numerics", "strict", False), ("numerics", "eager", False), ("max_autotune", True, True)],
 )
 def test_rule_of_other_options(option: str, value: object, is_blocked: bool) -> None:
-    model, _ = make_line()
+    model = Line()
     way = Way(option, ((option, value),))
     way.warm(way.compile(model), batch())
-    assert len(blocked()) == (len(model.layers) if is_blocked else 0)
+    assert len(blocked()) == (len(model) if is_blocked else 0)

@@ -15,7 +15,7 @@ from amp_fx import weight_cache
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.weights.cpu.few_rows import MAX_ROWS
 from tests import needs
-from tests.weights.keeping import FROZEN, TRAINED, Way, batch, make_line
+from tests.weights.keeping import FROZEN, TRAINED, Line, Way, batch
 from tests.weights.nets import (
     EVAL,
     HALF,
@@ -215,7 +215,7 @@ class Off(nn.Module):
 @pytest.mark.parametrize("way", [FROZEN, TRAINED], ids=lambda way: way.name)
 @pytest.mark.parametrize("is_inside", [False, True], ids=["around", "inside"])
 def test_off_keeps_nothing_and_changes_no_bit(way: Way, is_inside: bool) -> None:
-    (line, _), x = make_line(), batch()
+    line, x = Line(), batch()
     model: nn.Module = Off(line) if is_inside else line
     for k in range(2):
         results = []
