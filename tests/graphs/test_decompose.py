@@ -37,11 +37,6 @@ def node_of(target: Callable[..., object], *values: object, **kwargs: object) ->
     return node
 
 
-def targets(graph: fx.Graph | None) -> list[str]:
-    assert graph is not None
-    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
-
-
 @pytest.fixture
 def decomposer() -> Decomposer:
     return Decomposer(POLICY, None)
@@ -49,29 +44,6 @@ def decomposer() -> Decomposer:
 
 def ones(*sizes: int) -> torch.Tensor:
     return torch.ones(*sizes)
-
-
-def test_op_with_a_policy_stays_whole(decomposer: Decomposer) -> None:
-    decomposed, inputs = decomposer.decompose(node_of(linear, ones(2, 2), ones(2, 2)), site())
-    assert targets(decomposed.graph) == [*["aten._to_copy.default"] * 2, "aten.linear.default"]
-    assert [(d.op, d.policy) for d in decomposed.decisions] == [
-        ("aten::linear", CastPolicy.LOWER_PRECISION_FP)
-    ]
-    assert len(inputs) == 2
-
-
-def test_unlisted_composite_is_looked_into(decomposer: Decomposer) -> None:
-    decomposed, _ = decomposer.decompose(
-        node_of(torch.tensordot, ones(2, 2), ones(2, 2), 1), site()
-    )
-    assert "aten.mm.default" in targets(decomposed.graph)
-    assert "aten.tensordot.default" not in targets(decomposed.graph)
-
-
-def test_composite_without_casts_inside_leaves_nothing(decomposer: Decomposer) -> None:
-    decomposed, _ = decomposer.decompose(node_of(torch.flatten, ones(2, 2)), site())
-    assert decomposed.graph is None
-    assert not decomposed.decisions
 
 
 def test_decisions_are_known_where_no_cast_is_needed(decomposer: Decomposer) -> None:

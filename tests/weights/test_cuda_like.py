@@ -20,7 +20,6 @@ from tests.weights.nets import (
     autocast,
     compile_amp_fx,
     counted_refreshes,
-    inputs,
     make_net,
 )
 from tests.weights.test_cached_values import NO_KERNELS, run_machine
@@ -93,32 +92,6 @@ def test_never_stale_after_a_write_of_a_list(write: str, lists: str, place: str)
             PLACES[place](write_list)(write, tensors)
         for graph in (EVAL, TRAIN)[:: 1 if i % 2 else -1]:
             graph.check(compiled, net, twin)
-
-
-@pytest.mark.parametrize("write", ["aten::_foreach_mul_.Scalar", "aten::_fused_sgd_"])
-def test_never_stale_after_a_write_between_two_calls_of_one_forward(write: str) -> None:
-    """A list is written inside the compiled program, at a graph break."""
-    net, twin = make_net(), make_net()
-
-    def program(model: Net, x: torch.Tensor) -> torch.Tensor:
-        first: torch.Tensor = model(x)
-        torch._dynamo.graph_break()
-        rewrite(model)
-        return torch.cat([first, model(x)])
-
-    @torch._dynamo.disable  # type: ignore[untyped-decorator]
-    @torch.no_grad()
-    def rewrite(model: Net) -> None:
-        write_list(write, LISTS["data"](model))
-
-    compiled = compile_amp_fx(program)
-    with torch.no_grad():
-        for _ in range(4):
-            out = compiled(net, inputs())
-            # Autocast keeps casts for the length of a region; each graph is one of its own.
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-                expected = program(twin, inputs())
-            assert_same(out, expected.float())
 
 
 def test_random_sessions() -> None:

@@ -499,7 +499,7 @@ def test_weights_of_all_dtypes_and_sizes(kind: str) -> None:
             w.copy_((w.float() if kind == "float8" else w).flip(0))
 
 
-def test_a_function_may_be_compiled_or_use_numpy_or_constants() -> None:
+def test_a_function_may_be_compiled_or_use_numpy_constants_or_a_seed() -> None:
     w = weight()
     compiled = torch.compile(lambda w: (w * 2).relu(), backend="aot_eager")
     fns: list[Callable[[torch.Tensor], torch.Tensor]] = [
@@ -507,6 +507,7 @@ def test_a_function_may_be_compiled_or_use_numpy_or_constants() -> None:
         lambda w: compiled(w).t().contiguous(),
         lambda w: torch.tensor(np.linalg.inv(w.numpy())) + 1,
         lambda w: w + torch.tensor([1.0, 2.0, 3.0, 4.0]) + torch.eye(SIZE),
+        lambda w: w @ torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0)),
         torch.neg,
         nn.functional.softplus,
     ]
@@ -742,17 +743,6 @@ def test_a_value_does_not_depend_on_the_default_device_of_its_first_call() -> No
 
 
 # ----------------------------------------------------------------------- threads and processes
-
-
-def test_random_numbers_of_a_seeded_generator_are_a_value() -> None:
-    def rotated(w: torch.Tensor) -> torch.Tensor:
-        return w @ torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(0))
-
-    kept, w = amp_fx.keep(rotated, first := weight()), first
-    assert torch.equal(kept(), rotated(w))
-    with torch.no_grad():
-        w.mul_(2)
-    assert torch.equal(kept(), rotated(w))
 
 
 def test_a_thread_that_compiles_and_one_that_makes_a_value_with_compiled_code_go_on() -> None:

@@ -91,15 +91,6 @@ def test_storages_of_others_are_not_watched(tmp_path: Path) -> None:
         assert tensor.sum().item() in (0, 16)
 
 
-def test_views_are_watched_with_their_storage() -> None:
-    flat = torch.ones(8)
-    left, right = flat[:4], flat[4:]
-    assert watch.watch(left)
-    assert watch.watched(right)
-    right.mul_(2)
-    assert not watch.watched(left)
-
-
 def test_an_alias_has_the_bytes_and_the_version_and_is_asked_in_the_weights_place() -> None:
     p = weight()
     alias = watch.alias(p)
