@@ -13,9 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 import amp_fx
 from amp_fx import Policy
 from amp_fx.graphs.policy_mode import ambient_policy
-from amp_fx.regions.policy_numbers import interned, number_of
 from tests.other_thread import compiling_elsewhere
-from tests.programs import compiled
 
 bf16, f32 = torch.bfloat16, torch.float32
 WIDE = Policy.default().with_ops({"matmul": "fp32"})
@@ -28,11 +26,6 @@ OTHER_BACKEND = pytest.mark.filterwarnings("ignore:'forward':amp_fx.errors.Polic
 @pytest.fixture
 def x(rng: torch.Generator) -> torch.Tensor:
     return torch.randn(4, 4, generator=rng).requires_grad_()
-
-
-def test_equal_policies_share_a_number() -> None:
-    assert interned(WIDE) is interned(Policy("copy", WIDE.tables, WIDE.ops))
-    assert number_of(interned(WIDE)) != number_of(interned(LOW))
 
 
 def test_a_region_keeps_no_policy_alive() -> None:
@@ -106,17 +99,6 @@ def test_nested_regions_are_captured_with_the_innermost_policy(x: torch.Tensor) 
     low = x.bfloat16()
     expected = (x @ x, low @ low, low.sin(), low @ low, x.sin(), x.sin(), x * (x @ x))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-def test_what_follows_a_region_has_the_dtypes_of_the_program(x: torch.Tensor) -> None:
-    """Dynamo captures the product as PyTorch casts it; outputs are those of the program."""
-
-    def program(x: torch.Tensor) -> torch.Tensor:
-        with amp_fx.autocast("cpu", bf16, policy=WIDE):
-            y = x @ x
-        return y * 2
-
-    assert compiled(program)(x).dtype == f32
 
 
 @OTHER_BACKEND

@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_fx
-from amp_fx.regions.state import in_disabled_region, nested_as, nesting
 from tests.programs import compiled
 
 if TYPE_CHECKING:
@@ -111,14 +110,3 @@ def test_eager_checkpoints_recompute_as_the_forward_ran(
     assert len(seen) == 2
     assert seen[0] == seen[1]
     assert seen[0] == (bf16 if enabled else f32, enabled is not None)
-
-
-def test_a_recomputation_counts_the_regions_of_its_forward() -> None:
-    assert (nesting(), in_disabled_region()) == (0, False)
-    with torch.autocast("cpu", enabled=False):
-        assert (nesting(), in_disabled_region()) == (1, True)
-        with nested_as(0):
-            assert (nesting(), in_disabled_region()) == (0, False)
-            with torch.autocast("cpu", enabled=False):
-                assert in_disabled_region()
-        assert in_disabled_region()
