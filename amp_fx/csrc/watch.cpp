@@ -375,7 +375,8 @@ struct Sample {
   Elements elements;
   uint64_t seed = 0;
   size_t item_size = 0;
-  size_t turn = 0;
+  size_t turn = 0; // of the element that the next call compares
+  const char* next = nullptr; // its address
 
   // Returns the address of a sampled element. Called for every weight in every call.
   const char* sampled_at(const char* data, size_t i) const {
@@ -399,15 +400,18 @@ struct Sample {
     for (size_t i = 0; i < bits.size(); ++i) {
       bits[i] = read(sampled_at(data, i));
     }
+    turn = turn < bits.size() ? turn : 0;
+    next = bits.empty() ? nullptr : sampled_at(data, turn);
   }
   // Compares one element with its sample; each call compares the next element.
   bool agrees(const char* data) {
-    if (bits.empty()) {
+    if (next == nullptr) {
       return true;
     }
-    const size_t i = turn < bits.size() ? turn : 0;
-    turn = i + 1;
-    return read(sampled_at(data, i)) == bits[i];
+    const bool is_equal = read(next) == bits[turn];
+    turn = turn + 1 < bits.size() ? turn + 1 : 0;
+    next = sampled_at(data, turn);
+    return is_equal;
   }
 };
 
@@ -437,6 +441,15 @@ struct WeightState {
     type = weight.scalar_type();
     is_conj = weight.is_conj();
     is_neg = weight.is_neg();
+  }
+  // Loads what `is_fresh` and the sample read. Weights are rarely in the processor's cache, because
+  // compiled code reads the values computed from them.
+  void prefetch() const {
+#ifdef __GNUC__
+    __builtin_prefetch(sample.next);
+    __builtin_prefetch(record.get());
+    __builtin_prefetch(sample.bits.data() + sample.turn);
+#endif
   }
   bool matches(const at::Tensor& weight) const {
     return weight.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() == storage &&
@@ -494,6 +507,7 @@ Tensors tensors_of(PyObject* tuple) {
 // Returns true if all weights still have the memory and layout that the slot is bound to.
 bool matches(const CacheSlot* slot, const at::Tensor* const* weights) {
   for (const WeightState& state : *slot->states) {
+    state.prefetch();
     if (*weights == nullptr || !state.matches(**weights++)) {
       return false;
     }
