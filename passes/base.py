@@ -46,6 +46,9 @@ class Pass(Protocol):
 
     Optional attributes:
 
+    - ``ops``: names of the ops that the pass rewrites, such as ``"aten::bmm"``. The runner does not
+      call the pass for a graph that calls none of them. Not for a pass that reads Python functions
+      and methods, which Dynamo captures.
     - ``requires`` and ``ensures``: conditions (``graphs.conditions``) that hold before and after
       the pass.
     - ``is_needed``: True if results are wrong without the pass, so that it cannot be disabled.

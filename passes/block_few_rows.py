@@ -53,6 +53,7 @@ class BlockFewRows:
     """Rewrites products of few rows and a constant, where the template is faster."""
 
     name: ClassVar[str] = "block_few_rows"
+    ops: ClassVar[frozenset[str]] = frozenset({"aten::mm", "aten::addmm"})
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``blocked_products``."""

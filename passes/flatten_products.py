@@ -55,6 +55,7 @@ class FlattenProducts:
     """
 
     name: ClassVar[str] = "flatten_products"
+    ops: ClassVar[frozenset[str]] = frozenset({"aten::bmm"})
     requires: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
     ensures: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
     dtypes: tuple[torch.dtype, ...]

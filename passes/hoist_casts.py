@@ -67,13 +67,10 @@ class HoistCasts:
         """Counts ``casts_hoisted``, also in nested bodies."""
         placeholders = gm.graph.find_nodes(op="placeholder")
         weights = {id(value_of(node)) for node in placeholders if node.name in self.weights}
-        return PassResult(Counter(casts_hoisted=_hoist(gm, weights)))
-
-
-def _hoist(gm: fx.GraphModule, weights: set[int]) -> int:
-    """Hoists casts out of the bodies of a graph, innermost bodies first."""
-    calls = calls_of_bodies(gm)
-    return sum(_hoist_from(nodes, bodies, weights) for bodies, nodes in calls)
+        # Innermost bodies first.
+        calls = calls_of_bodies(gm)
+        num_hoisted = sum(_hoist_from(nodes, bodies, weights) for bodies, nodes in calls)
+        return PassResult(Counter(casts_hoisted=num_hoisted))
 
 
 def _hoist_from(

@@ -36,6 +36,7 @@ class LayOutConstants:
     """Adds a channels-last copy of the weight before each two-dimensional convolution."""
 
     name: ClassVar[str] = "lay_out_constants"
+    ops: ClassVar[frozenset[str]] = frozenset({"aten::convolution"})
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``laid_out_constants``."""

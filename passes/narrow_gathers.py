@@ -62,6 +62,7 @@ class NarrowGathers:
     """
 
     name: ClassVar[str] = "narrow_gathers"
+    ops: ClassVar[frozenset[str]] = MOVING
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``gathers_narrowed``."""

@@ -43,15 +43,14 @@ class RefuseMixedDtypes:
     """Raises ``MixedDtypesError`` for a product that kernels would reject."""
 
     name: ClassVar[str] = "refuse_mixed_dtypes"
+    ops: ClassVar[frozenset[str]] = frozenset(op.name() for op in _PRODUCTS)
     is_needed: ClassVar[bool] = True
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts nothing."""
-        for node in [node for graph in graphs_in(gm) for node in graph.nodes]:
-            if node.target in _PRODUCTS and len(_floating_dtypes(node)) > 1:
+        nodes = [node for graph in graphs_in(gm) for node in graph.nodes]
+        for node in [node for node in nodes if node.target in _PRODUCTS]:
+            inputs = tensors_in(*argument_values(node))
+            if len({value.dtype for value in inputs if value.is_floating_point()}) > 1:
                 raise MixedDtypesError(f"{node.format_node()} has inputs of several dtypes")
         return PassResult(Counter())
-
-
-def _floating_dtypes(node: fx.Node) -> set[torch.dtype]:
-    return {t.dtype for t in tensors_in(*argument_values(node)) if t.is_floating_point()}

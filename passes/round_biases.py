@@ -37,6 +37,9 @@ class RoundBiases:
     """Casts float32 biases of low-precision convolutions."""
 
     name: ClassVar[str] = "round_biases"
+    ops: ClassVar[frozenset[str]] = frozenset(
+        {"aten::convolution", "mkldnn::_convolution_pointwise"}
+    )
     is_needed: ClassVar[bool] = True
 
     def call(self, gm: fx.GraphModule) -> PassResult:

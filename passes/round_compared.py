@@ -23,6 +23,7 @@ import torch
 
 from amp_fx.dtypes import is_low
 from amp_fx.graphs.bodies import graphs_in
+from amp_fx.graphs.casts import op_name
 from amp_fx.graphs.conditions import VALUES_KNOWN
 from amp_fx.passes.base import PassResult
 from amp_fx.torch_private.inductor_passes import ROUNDED
@@ -34,30 +35,32 @@ if TYPE_CHECKING:
 
     from amp_fx.graphs.conditions import Condition
 
-_aten = torch.ops.aten
-
-_COMPARISONS = (_aten.eq, _aten.ne, _aten.ge, _aten.gt, _aten.le, _aten.lt)
-_REDUCTIONS = (
-    _aten.amax,
-    _aten.amin,
-    _aten.kthvalue,
-    _aten.max,
-    _aten.mean,
-    _aten.median,
-    _aten.min,
-    _aten.sort,
-    _aten.sum,
-    _aten.topk,
+_COMPARISONS = frozenset(f"aten::{name}" for name in ("eq", "ne", "ge", "gt", "le", "lt"))
+_REDUCTIONS = frozenset(
+    {
+        "aten::amax",
+        "aten::amin",
+        "aten::kthvalue",
+        "aten::max",
+        "aten::mean",
+        "aten::median",
+        "aten::min",
+        "aten::sort",
+        "aten::sum",
+        "aten::topk",
+    }
 )
-_VIEWS = (
-    _aten.expand,
-    _aten.permute,
-    _aten.reshape,
-    _aten.squeeze,
-    _aten.t,
-    _aten.transpose,
-    _aten.unsqueeze,
-    _aten.view,
+_VIEWS = frozenset(
+    {
+        "aten::expand",
+        "aten::permute",
+        "aten::reshape",
+        "aten::squeeze",
+        "aten::t",
+        "aten::transpose",
+        "aten::unsqueeze",
+        "aten::view",
+    }
 )
 
 
@@ -66,6 +69,7 @@ class RoundCompared:
     """Marks the values that inductor must round before it compares them."""
 
     name: ClassVar[str] = "round_compared"
+    ops: ClassVar[frozenset[str]] = _COMPARISONS
     requires: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
 
     def call(self, gm: fx.GraphModule) -> PassResult:
@@ -85,13 +89,13 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _is_compared(node: fx.Node) -> bool:
-    packets = {getattr(user.target, "overloadpacket", None) for user in _users(node)}
-    return not packets.isdisjoint(_COMPARISONS) and not packets.isdisjoint(_REDUCTIONS)
+    names = set(map(op_name, _users(node)))
+    return not names.isdisjoint(_COMPARISONS) and not names.isdisjoint(_REDUCTIONS)
 
 
 def _users(node: fx.Node) -> Iterator[fx.Node]:
     """Yields the users of a node and of its views."""
     for user in node.users:
         yield user
-        if getattr(user.target, "overloadpacket", None) in _VIEWS:
+        if op_name(user) in _VIEWS:
             yield from _users(user)

@@ -76,6 +76,7 @@ class WidenProducts:
     """
 
     name: ClassVar[str] = "widen_products"
+    ops: ClassVar[frozenset[str]] = frozenset(op.name() for op in KINDS)
     requires: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
     ensures: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import pytest
 import torch
+from torch import fx
 
 from amp_fx.backend.pipeline import captured_passes, run_passes
 from amp_fx.errors import PassError, UnsupportedError
@@ -17,8 +18,6 @@ from amp_fx.weights.read_only import CHECK_ENVIRONMENT
 from tests.programs import POLICY, capture_program, site
 
 if TYPE_CHECKING:
-    from torch import fx
-
     from tests.programs import Captured
 
 
@@ -44,6 +43,14 @@ class Raise:
 
     def call(self, _: fx.GraphModule) -> PassResult:
         raise self.error
+
+
+@dataclasses.dataclass(frozen=True)
+class RaiseForProducts(Raise):
+    """Fails if it is called for a graph, which must have a product."""
+
+    name: ClassVar[str] = "raise_for_products"
+    ops: ClassVar[frozenset[str]] = frozenset({"aten::mm"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +91,19 @@ def test_modified_graphs_are_recompiled(captured: Captured, rng: torch.Generator
     assert report.name == "rename"
     assert report.counts == {"renamed": 1}
     assert report.seconds > 0
+
+
+def test_a_pass_is_called_for_graphs_with_its_ops_only() -> None:
+    gm = fx.GraphModule({}, fx.Graph())
+    x = gm.graph.placeholder("x")
+    gm.graph.output(gm.graph.call_function(torch.ops.aten.exp.default, (x,)))
+    failing = RaiseForProducts(ZeroDivisionError("called"))
+    [report] = run_passes(gm, [failing])
+    assert report.counts == {}
+    with gm.graph.inserting_after(x):
+        gm.graph.call_function(torch.ops.aten.mm.default, (x, x))
+    with pytest.raises(PassError, match="called"):
+        run_passes(gm, [failing])
 
 
 def test_the_error_of_a_pass_is_the_cause(captured: Captured) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,10 +20,11 @@ from torch.fx.node import map_arg
 from amp_fx.devices.low_dtypes import has_product_kernels
 from amp_fx.errors import AmpFxError, PassError
 from amp_fx.graphs.bodies import graph_modules_in, graphs_in
+from amp_fx.graphs.casts import op_names
 from amp_fx.graphs.conditions import check_graph
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.values import storage_id
-from amp_fx.passes.base import PassReport
+from amp_fx.passes.base import PassReport, PassResult
 from amp_fx.passes.block_few_rows import BlockFewRows
 from amp_fx.passes.constants_to_inputs import ConstantsToInputs
 from amp_fx.passes.copy_returned_inputs import CopyReturnedInputs
@@ -333,11 +335,14 @@ def run_passes(
             # amp_fx's own passes change inputs and outputs, and the compiler accounts for that.
             storages = None if current.name in BUILT_IN else _storages(gm.graph)
             interface = None if storages is None else _interface(gm.graph, storages)
-            result = current.call(gm)
+            # Most passes are for a few ops, which most graphs do not call.
+            ops = getattr(current, "ops", None)
+            is_idle = ops is not None and op_names(gm).isdisjoint(ops)
+            result = PassResult(Counter()) if is_idle else current.call(gm)
             if storages is not None and interface is not None:
                 _check_interface(interface, _interface(gm.graph, storages))
-            if result.modified:
-                _lint(gm)
+            for graph in graphs_in(gm) if result.modified else ():
+                graph.lint()
             _check_conditions(gm, current, "ensures")
         except AmpFxError:
             # A pass rejects a graph on purpose, and the caller or the user gets its own message.
@@ -414,11 +419,6 @@ def _check_conditions(gm: fx.GraphModule, current: Pass, what: str) -> None:
         node = condition.broken_by(gm)
         if node is not None:
             raise _ConditionError(f"it {what} that {condition.text}, and {node} does not")
-
-
-def _lint(gm: fx.GraphModule) -> None:
-    for graph in graphs_in(gm):
-        graph.lint()
 
 
 def _log_pass(gm: fx.GraphModule, report: PassReport) -> None:

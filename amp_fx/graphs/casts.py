@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from amp_fx.dtypes import dtype_name
+from amp_fx.graphs.bodies import graphs_in
 from amp_fx.graphs.metadata import CAST, REMOVED_CASTS, VALUE
 from amp_fx.graphs.records import Cast, RemovedCast
 from amp_fx.graphs.sizes import num_elements
@@ -123,6 +124,11 @@ def is_widening(source: torch.dtype, target: torch.dtype) -> bool:
 def op_name(node: fx.Node) -> str:
     """Returns an op's name without its overload, such as ``"aten::view"``; ``""`` for non-ops."""
     return str(node.target._schema.name) if isinstance(node.target, OpOverload) else ""
+
+
+def op_names(gm: fx.GraphModule) -> set[str]:
+    """Returns the names of all ops in a graph and in the bodies inside it."""
+    return {op_name(node) for graph in graphs_in(gm) for node in graph.nodes}
 
 
 WHOLE_VIEWS = frozenset(
