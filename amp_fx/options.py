@@ -125,13 +125,16 @@ class Options:
                 value = given.pop(name)
                 is_default = value is None and defaults[name] is None
                 parsed[name] = None if is_default else convert(name, value)
-        _add_disabled(parsed)
+        # The backend checks the names.
+        from_environment = os.environ.get(DISABLE_ENVIRONMENT, "").replace(",", " ").split()
+        parsed["disable_passes"] = (*parsed.get("disable_passes", ()), *from_environment)
         compiler = parsed.get("compiler", "inductor")
         if parsed.get("mode") is not None and compiler != "inductor":
             raise OptionError(
                 f"mode={parsed['mode']!r} is for inductor; compiler={compiler!r} has no modes"
             )
-        _check_inductor_options(given, compiler)
+        if given:
+            _check_inductor_options(given, compiler)
         if parsed.get("numerics") == "eager":
             _add_implied(parsed)
         return cls(**parsed, inductor=tuple(given.items()))
@@ -290,12 +293,6 @@ def _add_implied(parsed: dict[str, Any]) -> None:
 DISABLE_ENVIRONMENT = "AMP_FX_DISABLE_PASSES"
 
 
-def _add_disabled(parsed: dict[str, Any]) -> None:
-    """Adds the names in the environment to ``disable_passes``. The backend checks the names."""
-    from_environment = os.environ.get(DISABLE_ENVIRONMENT, "").replace(",", " ").split()
-    parsed["disable_passes"] = (*parsed.get("disable_passes", ()), *from_environment)
-
-
 _CONVERT = {
     "dtype": _to_low_dtype,
     "policy": _to_policy,
@@ -322,8 +319,6 @@ NAMES = (*_CONVERT,)
 
 
 def _check_inductor_options(options: Mapping[str, Any], compiler: str) -> None:
-    if not options:
-        return
     from amp_fx.torch_private.inductor_config import config
 
     known = config.get_config_copy()

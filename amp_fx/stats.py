@@ -7,26 +7,17 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
-    from amp_fx.passes.base import PassReport
+    from collections.abc import Mapping
 
 _lock = threading.Lock()
 _counts: Counter[str] = Counter()
 
 
-def record_graph(reports: Iterable[PassReport]) -> None:
-    """Adds the counts of the passes on one graph."""
+def record(*counts: Mapping[str, int]) -> None:
+    """Adds the counts of rewrites of a graph."""
     with _lock:
-        _counts["graphs"] += 1
-        for report in reports:
-            _counts.update(report.counts)
-
-
-def record(counts: Mapping[str, int]) -> None:
-    """Adds the counts of rewrites of a graph of AOTAutograd."""
-    with _lock:
-        _counts.update(counts)
+        for each in counts:
+            _counts.update(each)
 
 
 def snapshot() -> Counter[str]:

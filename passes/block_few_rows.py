@@ -67,7 +67,8 @@ class BlockFewRows:
 
 def _block(graph: fx.Graph, product: fx.Node) -> bool:
     """Rewrites one product if the template is faster; returns True if it did."""
-    from amp_fx.weights.cpu.few_rows import lower_products, takes_template
+    from amp_fx.torch_private.inductor import lower_few_rows_product
+    from amp_fx.weights.cpu.few_rows import takes_template
 
     *bias, x, weight = cast("Sequence[fx.Node]", product.args)
     if product.kwargs or weight.op != "get_attr":
@@ -77,7 +78,7 @@ def _block(graph: fx.Graph, product: fx.Node) -> bool:
     kernel = takes_template(VALUE.of(product), depth)
     if kernel is None or any(VALUE.of(b).shape != (columns,) for b in bias):
         return False
-    lower_products()
+    lower_few_rows_product(torch.ops.amp_fx.few_rows_product.default)
     padding = -columns % kernel.block
     with graph.inserting_before(product):
         if padding:  # of the rows of the weight as linear layers have it, which lie one by one

@@ -64,7 +64,7 @@ class DecomposeAttention:
     """Replaces attention of one query by pointwise ops and reductions."""
 
     name: ClassVar[str] = "decompose_attention"
-    ops: ClassVar[frozenset[str]] = frozenset({ATTENTION.name()})
+    ops: ClassVar[frozenset[str]] = frozenset({ATTENTION._schema.name})
     requires: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
     ensures: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
 

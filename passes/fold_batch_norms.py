@@ -72,7 +72,7 @@ class FoldBatchNorms:
     """
 
     name: ClassVar[str] = "fold_batch_norms"
-    ops: ClassVar[frozenset[str]] = frozenset(op.name() for op in _CONVOLUTIONS)
+    ops: ClassVar[frozenset[str]] = frozenset(op._schema.name for op in _CONVOLUTIONS)
     precedes_casts: bool = False
     weights: Collection[str] = ()
     accepts: Callable[[fx.Node], bool] = lambda _: True

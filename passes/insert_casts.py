@@ -101,7 +101,6 @@ if TYPE_CHECKING:
     from amp_fx.graphs.records import AutocastSite
     from amp_fx.policies.policy import Policy
     from amp_fx.regions.module_stack import CompileFrame
-    from amp_fx.torch_private.fake_tensors import FakeTensorMode
 
 log = logging.getLogger(__name__)
 
@@ -156,13 +155,10 @@ class _Rewriter:
         self.gm = gm
         self.graph = gm.graph
         self.decomposer = decomposer
+        self.fake_mode = decomposer.fake_mode
         self.shared = shared
         self.guards_range = guards_range
         self.counts: Counter[str] = Counter()
-
-    @property
-    def fake_mode(self) -> FakeTensorMode | None:
-        return self.decomposer.fake_mode
 
     def run(self, operands: list[Any] | None = None) -> None:
         """Rewrites the graph, whose placeholders get the values of ``operands``."""

@@ -51,7 +51,7 @@ class LayOutConvolutions:
     """
 
     name: ClassVar[str] = "lay_out_convolutions"
-    ops: ClassVar[frozenset[str]] = frozenset(op.name() for op in _WEIGHT_AT)
+    ops: ClassVar[frozenset[str]] = frozenset(op._schema.name for op in _WEIGHT_AT)
     requires: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
     ensures: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
     candidates: Candidates = dataclasses.field(repr=False)

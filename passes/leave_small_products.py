@@ -46,7 +46,7 @@ class LeaveSmallProducts:
     """
 
     name: ClassVar[str] = "leave_small_products"
-    ops: ClassVar[frozenset[str]] = frozenset(op.name() for op in PRODUCTS)
+    ops: ClassVar[frozenset[str]] = frozenset(op._schema.name for op in PRODUCTS)
     constants: Constants = dataclasses.field(repr=False)
 
     def call(self, gm: fx.GraphModule) -> PassResult:

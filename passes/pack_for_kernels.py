@@ -73,7 +73,8 @@ class PackForKernels:
         ):
             splits, sharing = set(_splits(gm.graph)), _outputs_sharing(gm)
             freezing_passes(gm, list(map(VALUE.of, gm.graph.find_nodes(op="placeholder"))))
-            _copy_returned_parts(gm, [split for split in _splits(gm.graph) if split not in splits])
+            if added := [split for split in _splits(gm.graph) if split not in splits]:
+                _copy_returned_parts(gm, added)
             _separate_outputs(gm, sharing)
         record_has_frozen_params(gm)
         return PassResult(Counter(packed_nodes=len(before.symmetric_difference(gm.graph.nodes))))

@@ -33,7 +33,7 @@ class RecordOutputStrides:
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts nothing: no node changes."""
-        from amp_fx.torch_private.inductor import record_output_strides
+        from amp_fx.torch_private.inductor import compile_fx_module
 
-        record_output_strides(gm)
+        compile_fx_module.record_original_output_strides(gm)
         return PassResult(Counter())

@@ -43,7 +43,7 @@ class RefuseMixedDtypes:
     """Raises ``MixedDtypesError`` for a product that kernels would reject."""
 
     name: ClassVar[str] = "refuse_mixed_dtypes"
-    ops: ClassVar[frozenset[str]] = frozenset(op.name() for op in _PRODUCTS)
+    ops: ClassVar[frozenset[str]] = frozenset(op._schema.name for op in _PRODUCTS)
     is_needed: ClassVar[bool] = True
 
     def call(self, gm: fx.GraphModule) -> PassResult:

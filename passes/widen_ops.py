@@ -33,7 +33,7 @@ from torch.fx.node import map_arg
 
 from amp_fx.dtypes import is_low
 from amp_fx.graphs.bodies import bodies_of, has_plain_bodies
-from amp_fx.graphs.casts import add_cast, is_cast_call
+from amp_fx.graphs.casts import add_cast
 from amp_fx.graphs.metadata import provenance
 from amp_fx.graphs.values import (
     detect_fake_mode,
@@ -43,6 +43,7 @@ from amp_fx.graphs.values import (
     value_of,
 )
 from amp_fx.passes.base import PassResult
+from amp_fx.policies.calls import TO_COPY
 from amp_fx.torch_private.ops import OpOverload
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class WidenOps:
         return PassResult(counts)
 
     def _is_rejected(self, node: fx.Node) -> bool:
-        if not isinstance(node.target, OpOverload) or is_cast_call(node):
+        if not isinstance(node.target, OpOverload) or node.target is TO_COPY:
             return False
         inputs = {t.dtype for source in node.all_input_nodes for t in _floating(source)}
         if not any(map(is_low, inputs)):

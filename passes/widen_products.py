@@ -76,27 +76,22 @@ class WidenProducts:
     """
 
     name: ClassVar[str] = "widen_products"
-    ops: ClassVar[frozenset[str]] = frozenset(op.name() for op in KINDS)
+    ops: ClassVar[frozenset[str]] = frozenset(op._schema.name for op in KINDS)
     requires: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
     ensures: ClassVar[tuple[Condition, ...]] = (VALUES_KNOWN,)
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``wide_products``."""
-        return PassResult(Counter(wide_products=sum(map(_widen_graph, graphs_in(gm)))))
-
-
-def _widen_graph(graph: fx.Graph) -> int:
-    """Widens the products of one graph; returns their number."""
-    products = [node for node in graph.nodes if _is_widened(node)]
-    wide: dict[fx.Node, fx.Node] = {}
-    for node in products:
-        for source in node.all_input_nodes:
-            if _is_low_value(source.meta["val"]):
-                _widen(source, wide)
-        node.args = torch.fx.node.map_arg(node.args, lambda n: wide.get(n, n))
-        node.kwargs = torch.fx.node.map_arg(node.kwargs, lambda n: wide.get(n, n))
-        _round_results(node, wide)
-    return len(products)
+        products = [node for graph in graphs_in(gm) for node in graph.nodes if _is_widened(node)]
+        wide: dict[fx.Node, fx.Node] = {}
+        for node in products:
+            for source in node.all_input_nodes:
+                if _is_low_value(source.meta["val"]):
+                    _widen(source, wide)
+            node.args = torch.fx.node.map_arg(node.args, lambda n: wide.get(n, n))
+            node.kwargs = torch.fx.node.map_arg(node.kwargs, lambda n: wide.get(n, n))
+            _round_results(node, wide)
+        return PassResult(Counter(wide_products=len(products)))
 
 
 def _is_widened(node: fx.Node) -> bool:

@@ -144,10 +144,3 @@ def passes_of_users(options: Options) -> list[Pass]:
     """Returns the passes that users added to the pipeline, without disabled ones."""
     added = [*(entry.added for entry in _registered.values()), *options.passes]
     return [each for each in added if each.name not in options.disable_passes]
-
-
-def cache_options(options: Options) -> dict[str, bool]:
-    """Returns options that turn inductor's caches off if a pass has no ``cache_key``."""
-    if all(hasattr(each, "cache_key") for each in passes_of_users(options)):
-        return {}
-    return {"fx_graph_cache": False, "fx_graph_remote_cache": False}

@@ -87,10 +87,13 @@ def compile_inner(
         return compile_with_aot_eager(
             gm, example_inputs, options, caching, refuses_mixtures=refuses_mixtures
         )
+    from amp_fx.torch_private.inductor_config import config
+
     compile_inside = _backward_or_eager if options.fallback else compile_graph
     with contextlib.ExitStack() as stack:
         if refuses_mixtures:
-            stack.enter_context(_joint_passes_added())
+            joint_passes_added = JointPasses(config.joint_custom_pre_pass)
+            stack.enter_context(config.patch(joint_custom_pre_pass=joint_passes_added))
         if caching is not None:
             stack.enter_context(without_autograd_cache())  # that cache lacks the call wrapper
             stack.enter_context(caching.partitioning())
@@ -257,15 +260,6 @@ class JointPasses(CustomGraphPass):
         if self.following is None:
             return "amp_fx"
         return self.following.uuid() if isinstance(self.following, CustomGraphPass) else None
-
-
-def _joint_passes_added() -> contextlib.AbstractContextManager[None]:
-    from amp_fx.torch_private.inductor_config import config
-
-    patch: contextlib.AbstractContextManager[None] = config.patch(
-        joint_custom_pre_pass=JointPasses(config.joint_custom_pre_pass)
-    )
-    return patch
 
 
 def _float8_config(gm: fx.GraphModule) -> dict[str, Any]:

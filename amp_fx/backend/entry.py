@@ -72,7 +72,9 @@ def amp_fx(
 
 
 def _handle_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Options) -> Compiled:
-    if _is_compiled_autograd():  # backward() is not part of a bare region
+    compile_id = CompileContext.current_compile_id()
+    if compile_id is not None and compile_id.compiled_autograd_id is not None:
+        # Compiled autograd captured a backward, which is not part of a bare region.
         return _with_fallback(gm, compile_inner, example_inputs, options)
     # Dynamo guards autocast's state, but not whether a disabled region is around a call, which
     # requests full precision; no region at all makes the graph a region.
@@ -88,21 +90,21 @@ def _handle_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
     if is_ahead:
         return _save_ahead(rewritten, example_inputs, options)
     caching = find_cached(inputs, rewritten, options)
-    is_cached = caching is not None and caching.is_on()
-    if caching is not None and not is_cached:
-        caching.why_off().log_reasons()
+    off = None if caching is None else caching.why_off()
+    if off is not None:
+        off.log_reasons()
     try:
         compiled = _with_fallback(
             rewritten.gm,
             functools.partial(compile_with_backward, rewritten.state, inputs),
             example_inputs,
             options,
-            caching if is_cached else None,
+            caching if off is None else None,
         )
     finally:
         # Compiled code is in Dynamo's cache and would keep the weights of a deleted model alive.
         if caching is not None:
-            caching.release()
+            caching.candidates.weights.clear()
     # The wrappers below are the state of eager code around the call: code inside of them is
     # compiled for it.
     if attributes:
@@ -132,15 +134,6 @@ def _save_ahead(
         compiled = compile_inner(rewritten.gm, example_inputs, options)
     is_off = bool(AutocastState.ambient().enabled)
     return as_saved(compiled, is_off=is_off, has_regions=has_regions)
-
-
-def _is_compiled_autograd() -> bool:
-    """Returns True if the graph is a backward that compiled autograd captured.
-
-    Relies on ``CompileId.compiled_autograd_id``.
-    """
-    compile_id = CompileContext.current_compile_id()
-    return compile_id is not None and compile_id.compiled_autograd_id is not None
 
 
 def _with_fallback(

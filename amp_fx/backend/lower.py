@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from amp_fx.backend.rewrite import Rewritten
     from amp_fx.options import Options
     from amp_fx.passes.base import Pass
-    from amp_fx.weights.inputs import Candidates, Inputs, Weight
+    from amp_fx.weights.inputs import Candidates, Inputs
 
 log = logging.getLogger("amp_fx.caching")
 
@@ -79,22 +79,17 @@ class Caching:
     has_backward: bool
     can_watch: Callable[[], bool] = is_available
 
-    def is_on(self) -> bool:
-        """Returns True if the forward graph may cache anything."""
-        return bool(self._chosen()) and self.can_watch()
+    def why_off(self) -> CachePlan | None:
+        """Returns an empty plan with the reasons why nothing is cached.
 
-    def _chosen(self) -> dict[int, Weight]:
-        return self.candidates.chosen(is_inference=not self.has_backward)
-
-    def why_off(self) -> CachePlan:
-        """Returns an empty plan with the reasons why nothing is cached (``is_on`` is False)."""
-        weights, chosen = self.candidates.weights, self._chosen()
+        Returns None if the forward graph may cache something.
+        """
+        weights = self.candidates.weights
+        chosen = self.candidates.chosen(is_inference=not self.has_backward)
+        if chosen and self.can_watch():
+            return None
         reasons = {w.name: UNWATCHED if i in chosen else TRAINED for i, w in weights.items()}
         return CachePlan(uncached={**self.candidates.rejected, **reasons})
-
-    def release(self) -> None:
-        """Drops the weights when the compilation ends."""
-        self.candidates.weights.clear()
 
     def partition(
         self,
@@ -212,7 +207,9 @@ def find_cached(
         is_training_cached=options.weight_cache == "training",
     )
     # Without autocast, the program asked for float32, whose packed kernels have other bits.
-    is_packable = _has_autocast(rewritten.gm.graph) and may_pack(options, inputs)
+    ops = [n for n in rewritten.gm.graph.nodes if n.op not in ("placeholder", "output")]
+    has_autocast = any(SITE.is_on(node) and SITE.of(node).state.enabled for node in ops)
+    is_packable = has_autocast and may_pack(options, inputs)
     owner = owner_of(rewritten.gm, rewritten.root)
     return Caching(candidates, options, owner, is_packable, inputs.has_backward, can_watch)
 
@@ -356,8 +353,8 @@ def rewrite_graph(
     # must not see the fake tensors of the graph.
     with no_dispatch_modes():
         reports = run_passes(gm, with_added(passes, (), options.disable_passes, is_aot=True))
-    for report in reports if graph.is_counted else ():
-        record(report.counts)
+    if graph.is_counted:
+        record(*(report.counts for report in reports))
     planned: CachePlan = gm.meta.pop(PLAN, CachePlan())  # keys of caches contain ``gm.meta``
     planned.log_reasons()
     return planned
@@ -420,6 +417,8 @@ def _lower_packed(
     graph: AotGraph, caching: Caching, candidates: Candidates, compile_graph: Callable[..., Any]
 ) -> CachedCall:
     """Compiles a graph whose packed weights are constants; other values are inputs."""
+    from amp_fx.torch_private.inductor_config import config
+
     tensors = {i: weight.tensor for i, weight in candidates.weights.items()}
     with unset_fake_temporarily():
         # Note [Values are computed from aliases] in ``weights.store``.
@@ -428,7 +427,10 @@ def _lower_packed(
         # the values stale.
         started = STORE.start(tuple(unmoved.values()))
         aliases = constants_for(unmoved)
-    with packing(detect_fake_mode(graph.example_inputs)), _plain_epilogues(caching.options):
+    # oneDNN's kernels round what follows a product at the end only. Inductor's lowering patterns,
+    # which put it there, are controlled by this setting, and the passes of its freezing are not.
+    settings = {"pattern_matcher": False} if is_strict(caching.options) else {}
+    with packing(detect_fake_mode(graph.example_inputs)), config.patch(settings):
         constants, planned, layout_opt = pack_graph(graph, caching.options, candidates, aliases)
         packed, values = compile_packed(
             graph.gm,
@@ -457,20 +459,6 @@ def _forget_output_strides() -> None:
     context = TracingContext.try_get()
     if context is not None and context.output_strides:
         context.output_strides.clear()
-
-
-def _plain_epilogues(options: Options) -> contextlib.AbstractContextManager[None]:
-    """Keeps what follows a product out of oneDNN's kernels, which round at the end only.
-
-    Relies on inductor's lowering patterns being controlled by ``pattern_matcher``, and on the
-    passes of its freezing not being.
-    """
-    from amp_fx.torch_private.inductor_config import config
-
-    if not is_strict(options):
-        return contextlib.nullcontext()
-    patch: contextlib.AbstractContextManager[None] = config.patch(pattern_matcher=False)
-    return patch
 
 
 class Partitioner(CustomPartitionerFn):
@@ -564,9 +552,3 @@ def _is_any_on(given: Mapping[str, Any], *names: str) -> bool:
     from amp_fx.torch_private.inductor_config import config
 
     return any(given.get(name, operator.attrgetter(name)(config)) for name in names)
-
-
-def _has_autocast(graph: fx.Graph) -> bool:
-    """Returns True if autocast is on anywhere in a graph."""
-    ops = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    return any(SITE.is_on(node) and SITE.of(node).state.enabled for node in ops)

@@ -7,7 +7,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-from amp_fx.backend.added_passes import cache_options
+from amp_fx.backend.added_passes import passes_of_users
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.passes.keep_eager_kernels import without_early_decompositions
 from amp_fx.torch_private.autocast import privateuse1_name
@@ -48,7 +48,10 @@ def inductor_config(options: Options) -> dict[str, Any]:
     from amp_fx.torch_private.inductor_config import TorchCompileInductorWrapper
 
     wrapper = TorchCompileInductorWrapper(options.mode, dict(options.inductor), None)  # type: ignore[no-untyped-call]
-    return {**numerics_config(options), **wrapper.config, **cache_options(options)}
+    # Graphs that a user's pass without a ``cache_key`` rewrites are not cached.
+    is_cacheable = all(hasattr(each, "cache_key") for each in passes_of_users(options))
+    caches = {} if is_cacheable else {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+    return {**numerics_config(options), **wrapper.config, **caches}
 
 
 def uses_inductor(device_types: Collection[str], options: Options) -> bool:

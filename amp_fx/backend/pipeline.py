@@ -416,9 +416,9 @@ class _ConditionError(Exception):
 
 def _check_conditions(gm: fx.GraphModule, current: Pass, what: str) -> None:
     for condition in getattr(current, what, ()):
-        node = condition.broken_by(gm)
-        if node is not None:
-            raise _ConditionError(f"it {what} that {condition.text}, and {node} does not")
+        for node in gm.graph.nodes:
+            if not condition.holds(node):
+                raise _ConditionError(f"it {what} that {condition.text}, and {node} does not")
 
 
 def _log_pass(gm: fx.GraphModule, report: PassReport) -> None:

@@ -36,7 +36,7 @@ from amp_fx.regions.module_stack import (
 )
 from amp_fx.regions.policy_numbers import pin
 from amp_fx.regions.state import AutocastState, in_disabled_region, no_autocast
-from amp_fx.stats import record_graph
+from amp_fx.stats import record
 from amp_fx.torch_private.autocast import enter_autocast
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def rewrite(
     """
     check_passes(options)
     ambient = AutocastState.ambient()
-    state = start_state(gm, options)
+    state = start_state(graph_devices(gm), options)
     policy = state.policy or options.policy
     if state.policy is not None:
         pin(state.policy)
@@ -109,7 +109,9 @@ def rewrite(
         weights=tuple(inputs.nodes[i].name for i in inputs.weights),
         frame=frame,
         guards_range=options.range_guard,
-        flattens=_flattens(options, state),
+        # On accelerators, a product with an expanded matrix copies nothing, and flattening copies a
+        # batch that is not contiguous. So there, it is only done for eager autocast's bits.
+        flattens=state.enabled == ("cpu",) or options.compiler != "inductor" or is_strict(options),
         quantizes=_quantizes(gm, inputs, policy, frame),
         output_dtypes=_program_dtypes(gm, ambient) if restores_outputs else None,
     )
@@ -131,20 +133,11 @@ def rewrite(
             rewritten = as_native_region(rewritten, state, restores_outputs=restores_outputs)
         else:
             if is_reported:
-                record_graph(reports)
+                record({"graphs": 1}, *(report.counts for report in reports))
             if policy.modules:
                 warn_unused(policy, frame, rewritten)
     root = None if frame.root is None else type(frame.root).__name__
     return Rewritten(rewritten, state, frame, passes, root, tuple(reports), failure)
-
-
-def _flattens(options: Options, state: AutocastState) -> bool:
-    """Returns True if products are flattened where eager autocast flattens them.
-
-    On accelerators, a product with an expanded matrix copies nothing, and flattening copies a batch
-    that is not contiguous. So there, products are only flattened for eager autocast's bits.
-    """
-    return state.enabled == ("cpu",) or options.compiler != "inductor" or is_strict(options)
 
 
 def _quantizes(
@@ -198,13 +191,8 @@ def _program_dtypes(
     )
 
 
-def start_state(gm: fx.GraphModule, options: Options) -> AutocastState:
-    """Returns the autocast state and policy at the beginning of a graph."""
-    return start_state_on(graph_devices(gm), options)
-
-
-def start_state_on(devices: set[torch.device], options: Options) -> AutocastState:
-    """Returns ``start_state`` for a program with tensors on ``devices``."""
+def start_state(devices: set[torch.device], options: Options) -> AutocastState:
+    """Returns the autocast state and policy at the beginning of a graph, given its devices."""
     ambient = AutocastState.ambient()
     state = ambient if ambient.enabled else bare_state(devices, ambient, options)
     for device_type in state.enabled:

@@ -103,20 +103,16 @@ def imported(name: str, source: Path) -> ModuleType:
         ImportError: The extension was built but cannot be imported.
     """
     with _state.lock:
-        return _imported(name, source)
-
-
-def _imported(name: str, source: Path) -> ModuleType:
-    building = _state.started.pop(name, None)
-    path = build.find(name, source) if building is None else None
-    if path is not None:
-        try:
-            return _import(name, path)
-        except ImportError as error:  # built against a newer C library, for example
-            log.info("building %s again: %s", source.name, error)
-    building = building or build.start(name, source, rejected=path)
-    with working(f"building {source.name}, once on this machine"):
-        return _import(name, building.result())
+        building = _state.started.pop(name, None)
+        path = build.find(name, source) if building is None else None
+        if path is not None:
+            try:
+                return _import(name, path)
+            except ImportError as error:  # built against a newer C library, for example
+                log.info("building %s again: %s", source.name, error)
+        building = building or build.start(name, source, rejected=path)
+        with working(f"building {source.name}, once on this machine"):
+            return _import(name, building.result())
 
 
 def _import(name: str, path: Path) -> ModuleType:

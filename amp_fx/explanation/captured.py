@@ -107,8 +107,9 @@ def can_watch() -> bool:
 
 def _plan(graph: CapturedGraph, caching: Caching) -> list[CachePlan]:
     """Returns what the graphs of AOTAutograd would cache."""
-    if not caching.is_on():
-        return [caching.why_off()]
+    off = caching.why_off()
+    if off is not None:
+        return [off]
     try:
         return plan_graphs(copy_graph_module(graph.rewritten.gm), graph.inputs, caching)
     except Exception:  # the backend caches nothing for such a graph

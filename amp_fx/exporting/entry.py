@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.export import ExportedProgram
 
-from amp_fx.backend.rewrite import graph_devices, start_state_on
+from amp_fx.backend.rewrite import graph_devices, start_state
 from amp_fx.csrc.guards import add_guards
 from amp_fx.errors import ArgumentTypeError, OptionError, UnsupportedError, first_line
 from amp_fx.exporting.other_device import check_inner_regions, check_region
@@ -217,7 +217,7 @@ def _region(
     check_region(used, options, is_chosen=device_type is not None)
     if not {each.type for each in used} <= {"cpu"} and torch.version.cuda is None:
         add_guards()
-    state = start_state_on(used, options)
+    state = start_state(used, options)
     if state.policy is not None:
         state = state.with_policy(with_whole_networks(state.policy))
     policy = state.policy or with_whole_networks(options.policy)

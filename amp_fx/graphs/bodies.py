@@ -217,27 +217,22 @@ def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
     Relies on the attributes that AOTAutograd reads from Dynamo's graphs: ``meta``,
     ``_param_name_to_source``, and ``_dynamo_source`` of placeholders.
     """
-    copy = fx.GraphModule(gm, _copy_graph(gm.graph), class_name=type(gm).__name__)
+    graph = fx.Graph(owning_module=None, tracer_cls=gm.graph._tracer_cls)
+    env: dict[fx.Node, fx.Node] = {}
+    output = graph.output(graph.graph_copy(gm.graph, env))
+    output.meta = dict(gm.graph.output_node().meta)
+    for old, new in env.items():
+        if hasattr(old, "_dynamo_source"):
+            new._dynamo_source = old._dynamo_source
+        # It refers to the real inputs. Dynamo removes it from its own graph later.
+        new.meta.pop("grapharg", None)
+    copy = fx.GraphModule(gm, graph, class_name=type(gm).__name__)
     for name, child in gm.named_children():
         if isinstance(child, fx.GraphModule) and hasattr(copy, name):
             setattr(copy, name, copy_graph_module(child))
     copy.meta.update(gm.meta)
     if hasattr(gm, "_param_name_to_source"):
         copy._param_name_to_source = gm._param_name_to_source
-    return copy
-
-
-def _copy_graph(graph: fx.Graph) -> fx.Graph:
-    copy = fx.Graph(owning_module=None, tracer_cls=graph._tracer_cls)
-    env: dict[fx.Node, fx.Node] = {}
-    output = copy.graph_copy(graph, env)
-    for old, new in env.items():
-        if hasattr(old, "_dynamo_source"):
-            new._dynamo_source = old._dynamo_source
-        # It refers to the real inputs. Dynamo removes it from its own graph later.
-        new.meta.pop("grapharg", None)
-    node = copy.output(output)
-    node.meta = dict(graph.output_node().meta)
     return copy
 
 

@@ -55,11 +55,6 @@ def is_cacheable(tensor: torch.Tensor) -> bool:
     return tensor.dtype is torch.float32 and tensor.is_leaf and not tensor._is_view()
 
 
-def is_cast_call(node: fx.Node) -> bool:
-    """Returns True if a node calls the cast op of captured graphs."""
-    return node.op == "call_function" and node.target is TO_COPY
-
-
 def mark_cast(node: fx.Node, reason: str) -> None:
     """Marks a node as an inserted cast; its source must have a value."""
     source = value_of(node.all_input_nodes[0])

@@ -40,10 +40,6 @@ class Condition:
     text: str
     holds: Callable[[fx.Node], bool] = dataclasses.field(repr=False)
 
-    def broken_by(self, gm: fx.GraphModule) -> fx.Node | None:
-        """Returns the first node that violates the condition, or None."""
-        return next((node for node in gm.graph.nodes if not self.holds(node)), None)
-
 
 SITES_KNOWN = Condition("every node knows its region and grad mode", SITE.is_on)
 """Postcondition of ``mark_regions``."""

@@ -21,7 +21,7 @@ from torch import fx
 from torch.fx.node import map_aggregate, map_arg
 
 from amp_fx.errors import PolicyError, UnsupportedError
-from amp_fx.graphs.casts import cast_name, is_cast_call, mark_cast
+from amp_fx.graphs.casts import cast_name, mark_cast
 from amp_fx.graphs.decomposed_kernels import (
     DECOMPOSITIONS,
     corrected_version,
@@ -42,7 +42,7 @@ from amp_fx.graphs.values import (
     tensors_in,
     value_of,
 )
-from amp_fx.policies.calls import qualified_name, reaches_autocast, restore_results
+from amp_fx.policies.calls import TO_COPY, qualified_name, reaches_autocast, restore_results
 from amp_fx.policies.float32_products import can_give_float32, run_with_float32_result
 from amp_fx.regions.autocast_kernels import has_autocast_kernel
 from amp_fx.regions.module_stack import NO_FRAME, module_stack
@@ -228,9 +228,7 @@ class _PolicyTable:
         self._is_settled = False
         self._is_replacing = False
 
-    # The tracer replaces a table that is false by an empty one.
-    def __bool__(self) -> bool:
-        return True
+    # No ``__len__``: the tracer would replace an empty table.
 
     # Every overload: whether it has a policy depends on its arguments, which ``in`` does not get.
     def __contains__(self, op: object) -> bool:
@@ -459,25 +457,20 @@ def replace_with_decomposition(
     num_casts = 0
     for op in decomposed.graph.nodes:
         if op.op not in ("placeholder", "output"):
-            env[op] = _copy(op, env, node)
+            with node.graph.inserting_before(node):
+                new = env[op] = node.graph.node_copy(op, env.__getitem__)
+            new.meta = provenance(node)
+            if new.target is TO_COPY:
+                mark_cast(new, str(node.target))
+                new._rename(cast_name(new.all_input_nodes[0], CAST.of(new).dtype))
             # By name, because a trace does not tell which of several calls a node stands for.
             decisions = [d for d in decomposed.decisions if d.node_op == _op_name(op)]
-            DECISIONS.put(env[op], tuple(decisions))
-            num_casts += CAST.is_on(env[op])
-            evaluate_node(env[op])
+            DECISIONS.put(new, tuple(decisions))
+            num_casts += CAST.is_on(new)
+            evaluate_node(new)
     result = map_arg(decomposed.graph.output_node().args[0], env.__getitem__)
     _replace(node, result, decomposed, fresh=set(env.values()) - set(inputs))
     return num_casts
-
-
-def _copy(op: fx.Node, env: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
-    with node.graph.inserting_before(node):
-        new = node.graph.node_copy(op, env.__getitem__)
-    new.meta = provenance(node)
-    if is_cast_call(new):
-        mark_cast(new, str(node.target))
-        new._rename(cast_name(new.all_input_nodes[0], CAST.of(new).dtype))
-    return new
 
 
 def _op_name(op: fx.Node) -> str | None:

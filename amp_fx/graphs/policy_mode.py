@@ -26,6 +26,7 @@ from amp_fx.policies.changes import expand_ops
 from amp_fx.policies.policy import preset
 from amp_fx.regions.policy_numbers import number_of, pin, policy_of
 from amp_fx.torch_private.modes import function_modes
+from amp_fx.torch_private.ops import HigherOrderOperator
 from amp_fx.torch_private.tracing import TracingContext
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def annotated_policy(gm: fx.GraphModule, node: fx.Node) -> Policy | None:
     nodes = [node]
     # Dynamo annotates the nodes in the bodies of a higher-order op, but not the op itself. It
     # annotates ``invoke_subgraph``, whose body is annotated for the first of its calls.
-    if not has_shared_body(node):
+    if isinstance(node.target, HigherOrderOperator) and not has_shared_body(node):
         for body in argument_graphs(gm, node):
             nodes += body.graph.nodes
     for annotated in nodes:

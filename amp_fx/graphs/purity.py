@@ -112,7 +112,7 @@ def why_impure(op: OpOverload) -> str:
         return "it draws random numbers"
     if not schema.returns or not all(str(result.type) in _TENSORS for result in schema.returns):
         return "it does not return tensors"
-    if is_impure(op):
+    if is_impure(op):  # ``torch.library`` forbids to eliminate calls of it
         return "torch lists it as having side effects"
     return _IMPURE.get(op._schema.name, "")
 

@@ -39,11 +39,11 @@ def clamp_fill_value(node: fx.Node) -> None:
 
     Only clamps if the rewrite lowered the tensor, or if the eager kernel would raise.
     """
-    name = name_of(node)
-    low = _low_dtype(node)
-    if low is None or name.removesuffix("_") not in _FILLS:
+    name = name_of(node).removesuffix("_")
+    low = _low_dtype(node) if name in _FILLS else None
+    if low is None:
         return
-    if not any(map(_is_narrower, node.all_input_nodes)) and name.removesuffix("_") not in _REFUSED:
+    if not any(map(_is_narrower, node.all_input_nodes)) and name not in _REFUSED:
         if problems := _problems(node, low, flushes_only=False):
             record_range(node, f"{problems}, as in eager autocast")
         return

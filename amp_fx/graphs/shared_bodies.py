@@ -71,7 +71,7 @@ class SharedBodies:
     def __init__(self, gm: fx.GraphModule, policy: Policy, frame: CompileFrame = NO_FRAME) -> None:
         self._policy = policy
         self._frame = frame
-        self._paths = dict(_weight_paths(gm))
+        self._paths = dict(_weight_paths(gm)) if has_shared_bodies(gm) else {}
         self._first_module: dict[str, str] = {}
         self._bodies: dict[Any, SharedBody] = {}
         self._num_bodies = 0

@@ -91,7 +91,7 @@ def value_of(node: fx.Node) -> Any:
 
 def argument_values(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments of a node with every node replaced by its value."""
-    args, kwargs = values_in((node.args, node.kwargs))
+    args, kwargs = map_arg((node.args, node.kwargs), value_of)
     return args, kwargs
 
 
@@ -102,15 +102,9 @@ def values_in(args: Any) -> Any:
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:
     """Returns all tensors in nested arguments, in order."""
-    tensors: list[torch.Tensor] = []
-
-    def collect(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            tensors.append(leaf)
-        return leaf
-
-    map_aggregate(values, collect)
-    return tensors
+    leaves: list[Any] = []
+    map_aggregate(values, leaves.append)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def call_target(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -284,11 +278,6 @@ def version_of(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 _NO_WRITES: Counter[int] = Counter()
-
-
-def is_dynamic(value: Any) -> bool:
-    """Returns True if an input is a number, or a tensor whose shape is symbolic."""
-    return not isinstance(value, torch.Tensor) or is_symbolic(value)
 
 
 def is_written(placeholder: fx.Node) -> bool:

@@ -72,16 +72,6 @@ def reaches_autocast(args: tuple[Any, ...], kwargs: dict[str, Any], device_type:
     return any(isinstance(t, torch.Tensor) and t.device.type == device_type for t in leaves)
 
 
-def make_cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Casts a tensor like eager autocast.
-
-    Calls ``aten::_to_copy``, which autograd records for ``tensor.to(dtype)``. Decompositions do not
-    call this op directly, so that it identifies inserted casts.
-    """
-    result: torch.Tensor = TO_COPY(tensor, dtype=dtype)
-    return result
-
-
 def apply_policy(
     policy: CastPolicy,
     call: Call,
@@ -232,7 +222,9 @@ def cast_arguments(call: Call, dtypes: Mapping[str, torch.dtype], device_type: s
     def cast_one(value: Any, dtype: torch.dtype) -> Any:
         if not isinstance(value, torch.Tensor) or not is_eligible(value, device_type):
             return value
-        return value if value.dtype == dtype else make_cast(value, dtype)
+        # The op that autograd records for ``value.to(dtype)``. Decompositions do not call it
+        # directly, so that it identifies inserted casts.
+        return value if value.dtype == dtype else TO_COPY(value, dtype=dtype)
 
     changed = False
     bound = bind(op, args, kwargs)

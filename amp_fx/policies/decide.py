@@ -80,8 +80,9 @@ class Decision:
         # argument after its cast, so these casts come last.
         skipped = [name for name, _ in self.args]
         call = apply_policy(self.policy, call, device_type, low_dtype, skipped=skipped)
-        dtypes = self._argument_dtypes(call, low_dtype)
-        return cast_arguments(call, dtypes, device_type) if dtypes else call, dtype
+        if self.args:
+            call = cast_arguments(call, self._argument_dtypes(call, low_dtype), device_type)
+        return call, dtype
 
     def _argument_dtypes(self, call: Call, low_dtype: torch.dtype) -> dict[str, torch.dtype]:
         bound = bind(*call)
@@ -134,13 +135,9 @@ class Resolver:
             or any(float8 is override.policy for override in modules)
             or any(float8.value in dict(override.args).values() for override in args)
         )
+        self.depends_on_module = bool(modules)  # whether a decision can
         self._by_op = functools.cache(self._find_by_op)
         self.module_overrides = functools.cache(self._find_module_overrides)
-
-    @property
-    def depends_on_module(self) -> bool:
-        """Returns True if a decision can depend on the module around an op."""
-        return bool(self._modules)
 
     def stack_key(self, stack: ModuleStack) -> object:
         """Returns a key that is equal for two module stacks with equal decisions for all calls.
@@ -174,7 +171,7 @@ class Resolver:
         policy = self._tables.get(device_type, {}).get(name)
         origin, args = self._args.get(name, ("", {}))
         # A product is computed as a whole, so its operands cannot have this policy one by one.
-        product = _product_policy(op, args)
+        product = _product_policy(op, args) if args else None
         if product is not None:
             return Decision(product, origin)
         if policy is not None:

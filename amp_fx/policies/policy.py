@@ -71,7 +71,14 @@ class Policy:
 
     def __post_init__(self) -> None:
         """Checks the entries and replaces the tables with read-only copies."""
-        copies = {device_type: _read_only(table) for device_type, table in self.tables.items()}
+        copies: dict[str, Table] = {}
+        for device_type, table in self.tables.items():
+            is_canonical = all(
+                isinstance(op, str) and "::" in op and isinstance(policy, CastPolicy)
+                for op, policy in table.items()
+            )
+            entries = dict(table) if is_canonical else table_entries(table)
+            copies[device_type] = types.MappingProxyType(entries)
         object.__setattr__(self, "tables", types.MappingProxyType(copies))
 
     @classmethod
@@ -468,14 +475,6 @@ def _build(name: str) -> Policy:
         return dataclasses.replace(_build("torch").with_modules(MODULE_PRESETS[name]), name=name)
     tables = {**PRESETS[name](), **_added}
     return Policy(name, tables, float8=FLOAT8_PRESETS.get(name, _FLOAT8))
-
-
-def _read_only(table: Mapping[Any, Treatment]) -> Table:
-    is_canonical = all(
-        isinstance(op, str) and "::" in op and isinstance(policy, CastPolicy)
-        for op, policy in table.items()
-    )
-    return types.MappingProxyType(dict(table) if is_canonical else table_entries(table))
 
 
 def _unknown_preset(name: str) -> str:

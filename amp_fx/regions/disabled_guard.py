@@ -29,8 +29,7 @@ def guard_disabled_region() -> None:
 
 
 def _disabled_region_match(builder: Any, guard: Guard, *, expected: bool) -> None:
-    def is_as_expected(_: Any) -> bool:
-        return in_disabled_region() is expected
-
     text = f"amp_fx.regions.state.in_disabled_region() is {expected}"
-    builder.guard_manager.root.add_lambda_guard(is_as_expected, [text], guard.user_stack)
+    builder.guard_manager.root.add_lambda_guard(
+        lambda _: in_disabled_region() is expected, [text], guard.user_stack
+    )

@@ -135,7 +135,6 @@ def running_modules() -> tuple[ModulePaths, list[nn.Module]]:
     what Dynamo captures.
     """
     paths, _, modules = _running()
-    _add_called(paths, modules)
     return paths, modules
 
 
@@ -149,12 +148,6 @@ def whole_model(frame: CompileFrame) -> tuple[nn.Module, ...]:
         return frame.modules()
     outermost = original(called[-1].f_locals["self"])
     return frame.modules() if outermost is frame.root else (outermost,)
-
-
-def _add_called(paths: ModulePaths, modules: list[nn.Module]) -> None:
-    """Adds the outermost called module, unless a variable of the program holds it."""
-    if modules:
-        paths.add(type(modules[0]).__name__, modules[0])
 
 
 def call_with_paths(
@@ -180,7 +173,11 @@ def _running(*, is_compiling: bool = False) -> tuple[ModulePaths, Program | None
     modules: list[nn.Module] = []
     given: tuple[ModulePaths, int] | None = None
     compiled: tuple[Program, int] | None = None
-    find_call = _call_finder()
+    find_call: Callable[[FrameType], tuple[Any, ...] | None] | None = None
+    if "torch._dynamo" in sys.modules:
+        from amp_fx.torch_private.dynamo import compiled_call
+
+        find_call = compiled_call
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _CALL:
@@ -189,25 +186,25 @@ def _running(*, is_compiling: bool = False) -> tuple[ModulePaths, Program | None
                 modules.append(module)
         elif frame.f_code is call_with_paths.__code__:
             given = frame.f_locals["paths"], len(modules)
-        elif compiled is None and (call := find_call(frame)) is not None:
+        elif compiled is None and find_call is not None and (call := find_call(frame)) is not None:
             compiled = Program(*call), len(modules)
         frame = frame.f_back
+    program, num_inside = None, len(modules)
     if given is not None and not (is_compiling and compiled is not None):
-        return given[0], None, modules[: given[1]][::-1]
-    if compiled is not None:
-        return ModulePaths(compiled[0]), compiled[0], modules[: compiled[1]][::-1]
-    return ModulePaths(), None, modules[::-1]
+        paths, num_inside = given
+    elif compiled is not None:
+        program, num_inside = compiled
+        paths = ModulePaths(program)
+    else:
+        paths = ModulePaths()
+    called = modules[:num_inside][::-1]
+    # A variable of the program need not hold the outermost called module.
+    if called:
+        paths.add(type(called[0]).__name__, called[0])
+    return paths, program, called
 
 
 _CALL = code_of_module_calls()
-
-
-def _call_finder() -> Callable[[FrameType], tuple[Any, ...] | None]:
-    if "torch._dynamo" not in sys.modules:
-        return lambda _: None
-    from amp_fx.torch_private.dynamo import compiled_call
-
-    return compiled_call
 
 
 def compile_frame(gm: fx.GraphModule) -> CompileFrame:
@@ -217,7 +214,6 @@ def compile_frame(gm: fx.GraphModule) -> CompileFrame:
     modules are still on Python's stack.
     """
     paths, program, modules = _running(is_compiling=True)
-    _add_called(paths, modules)
     translator = _translator()
     if translator is None:
         return CompileFrame(_stack_of(modules, paths), paths)

@@ -20,7 +20,7 @@ from amp_fx.regions.policy_numbers import interned
 from amp_fx.torch_private.autocast import DisableAutocast, is_any_autocast_enabled, privateuse1_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from amp_fx.policies.policy import Policy
 
@@ -172,14 +172,12 @@ def _set_flags(state: AutocastState) -> None:
     torch.set_autocast_cache_enabled(state.cache_enabled)
 
 
-def no_autocast() -> contextlib.AbstractContextManager[None]:
-    """Context in which autocast is off for every device.
+no_autocast: Callable[[], contextlib.AbstractContextManager[None]] = DisableAutocast
+"""Context in which autocast is off for every device.
 
-    Relies on ``torch._C._DisableAutocast``, which excludes all autocast dispatch keys. A region
-    that is entered inside the context, such as that of an opaque node, enables autocast again.
-    """
-    guard: contextlib.AbstractContextManager[None] = DisableAutocast()
-    return guard
+``torch._C._DisableAutocast`` excludes all autocast dispatch keys. A region that is entered inside
+the context, such as that of an opaque node, enables autocast again.
+"""
 
 
 @contextlib.contextmanager
@@ -239,14 +237,10 @@ def in_disabled_region() -> bool:
     A disabled region requests full precision. Without any region, compiled code may autocast by its
     options. Guards call this function before each call of compiled code.
     """
-    return nesting() > 0 and not _is_any_enabled()
-
-
-def _is_any_enabled() -> bool:
-    """Returns True if autocast is enabled for any device."""
     # torch's function is fast but does not check all devices: it omits MPS.
-    is_any = is_any_autocast_enabled()
-    return is_any or any(map(torch.is_autocast_enabled, autocast_device_types()))
+    if not nesting() or is_any_autocast_enabled():
+        return False
+    return not any(map(torch.is_autocast_enabled, autocast_device_types()))
 
 
 @contextlib.contextmanager

@@ -58,6 +58,10 @@ def nearest(version: Version, versions: Sequence[Version] = VERSIONS) -> Version
     return max((other for other in versions if other <= version), default=versions[0])
 
 
+_INSTALLED = nearest(torch_version())
+"""The version whose tables are those of the installed torch."""
+
+
 def warn_unknown_torch(version: Version | None = None) -> None:
     """Warns if the installed torch has no file."""
     version = torch_version() if version is None else version
@@ -85,7 +89,7 @@ def torch_tables(version: Version) -> Mapping[str, Table]:
 
 def installed_tables() -> Mapping[str, Table]:
     """Returns the tables of ``torch.autocast`` in the installed torch."""
-    return torch_tables(nearest(torch_version()))
+    return torch_tables(_INSTALLED)
 
 
 def reference_table() -> Table:

@@ -15,16 +15,10 @@ enter_autocast = _enter_autocast
 exit_autocast = _exit_autocast
 cast_tensors = _cast
 DisableAutocast = torch._C._DisableAutocast
-
-
-def is_any_autocast_enabled() -> bool:
-    """Returns True if autocast is enabled in this thread for any device type except MPS."""
-    return torch._C._is_any_autocast_enabled()
-
-
-def privateuse1_name() -> str:
-    """Returns the name of the device type ``privateuseone``, which programs can change."""
-    return torch._C._get_privateuse1_backend_name()
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+"""Returns True if autocast is enabled in this thread for any device type except MPS."""
+privateuse1_name = torch._C._get_privateuse1_backend_name
+"""Returns the name of the device type ``privateuseone``, which programs can change."""
 
 
 def with_cuda_regions() -> contextlib.AbstractContextManager[None]:

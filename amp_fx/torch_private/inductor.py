@@ -74,7 +74,6 @@ __all__ = (
     "mkldnn_fusion",
     "ops",
     "record_has_frozen_params",
-    "record_output_strides",
     "register_lowering",
     "replace_node_with_constant",
     "select_decomp_table",
@@ -127,15 +126,6 @@ def store_result(node: torch.fx.Node) -> None:
     node.meta[STORED] = True
 
 
-def record_output_strides(gm: torch.fx.GraphModule) -> None:
-    """Records the strides that the outputs of a graph have in compiled code (``repaired``).
-
-    Args:
-        gm: A graph whose outputs have their values in ``meta["val"]``.
-    """
-    compile_fx_module.record_original_output_strides(gm)
-
-
 @dataclasses.dataclass(frozen=True)
 class FewRowsKernel:
     """A kernel of the C++ template.
@@ -177,8 +167,11 @@ def _micro_gemm(dtype: torch.dtype, rows: int, columns: int, depth: int) -> Any:
     return create_micro_gemm("", rows, columns, depth, **dtypes, num_threads=threads)
 
 
+@functools.cache
 def lower_few_rows_product(op: Any) -> None:
     """Makes inductor lower an op to its C++ template with a weight that is blocked already.
+
+    The lowering stays for the process.
 
     Relies on ``CppGemmTemplate`` taking a blocked weight, as ``max_autotune`` passes it one, and on
     ``CppTemplateBuffer``. ``CppTemplate.generate`` would generate the code twice, to time it.

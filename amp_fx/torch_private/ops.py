@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch._library.custom_ops import CustomOpDef
+from torch._library.utils import is_impure
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 from amp_fx.replaced import replaced
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     import contextlib
     from collections.abc import Sequence
 
-__all__ = ("CustomOpDef", "HigherOrderOperator", "OpOverload", "OpOverloadPacket")
+__all__ = ("CustomOpDef", "HigherOrderOperator", "OpOverload", "OpOverloadPacket", "is_impure")
 
 DispatchKey = torch._C.DispatchKey
 DispatchKeySet = torch._C.DispatchKeySet
@@ -35,14 +36,10 @@ def schema_of(name: str, overload: str) -> torch.FunctionSchema:
     return torch._C._get_schema(name, overload)
 
 
-def has_kernels(name: str) -> bool:
-    """Returns True if an op with this name has a kernel or a schema."""
-    return torch._C._dispatch_has_kernel(name)
-
-
-def has_kernel_for(name: str, key: str) -> bool:
-    """Returns True if an op has a kernel for a dispatch key; fallbacks do not count."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+has_kernels = torch._C._dispatch_has_kernel
+"""Returns True if an op with this name has a kernel or a schema."""
+has_kernel_for = torch._C._dispatch_has_kernel_for_dispatch_key
+"""Returns True if an op has a kernel for a dispatch key; fallbacks do not count."""
 
 
 def ops_with_kernel_for(key: str) -> list[str]:
@@ -63,13 +60,6 @@ def keyset_full_after(key: torch._C.DispatchKey) -> torch._C.DispatchKeySet:
 def returns_alias(op: OpOverload) -> bool:
     """Returns True if a result of an op may alias an argument, as of views and in-place ops."""
     return any(result.alias_info is not None for result in op._schema.returns)
-
-
-def is_impure(op: OpOverload) -> bool:
-    """Returns True if ``torch.library`` forbids to eliminate calls of an op."""
-    from torch._library.utils import is_impure as is_impure_op
-
-    return is_impure_op(op)
 
 
 def without_decompositions(ops: Sequence[OpOverload]) -> contextlib.AbstractContextManager[None]:

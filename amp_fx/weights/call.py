@@ -214,7 +214,8 @@ class CachedCall:
                     values, code = self._cached(args, weights)
                 finally:
                     STORE.streams.record(devices)
-            self._hold(values if devices else ())
+            if devices:
+                self._hold(values)
             # Under the lock: from here on, no refresh reuses the memory of these values.
             self._cache.begin()
         return code, [*(args[i] for i in self.passed), *flattened(values[self.num_constants :])]

@@ -12,7 +12,7 @@ import torch
 from amp_fx.dtypes import is_dtensor
 from amp_fx.graphs.locations import input_path, lines_of
 from amp_fx.graphs.metadata import VALUE
-from amp_fx.graphs.values import is_dynamic, is_written, value_of
+from amp_fx.graphs.values import is_symbolic, is_written, value_of
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.torch_private.fake_tensors import FakeTensor
 from amp_fx.weights.kernel_reads import convolution_biases, read_whole
@@ -155,7 +155,8 @@ class Candidates:
         # AOTAutograd adds and removes inputs that are numbers, but keeps the order of the tensors.
         position_of = dict(zip(self.tensors, tensors, strict=True))
         weights = {position_of[i]: weight for i, weight in chosen.items()}
-        on_accelerators = [n for n in map(placeholders.__getitem__, weights) if not _is_on_cpu(n)]
+        nodes = [placeholders[i] for i in weights]
+        on_accelerators = [node for node in nodes if VALUE.of(node).device.type != "cpu"]
         in_kernels = set() if is_packed else convolution_biases(on_accelerators)
         if not is_inference:
             in_kernels |= read_whole(on_accelerators)
@@ -217,7 +218,7 @@ def find_candidates(
             rejected[name] = UNWATCHED
         elif not sharing[_storage_of(tensor)].isdisjoint(written):
             rejected[name] = WRITTEN
-        elif is_dynamic(value_of(values[i])):
+        elif is_symbolic(value_of(values[i])):
             rejected[name] = SYMBOLIC
         elif not (part.is_meta or type(part) is FakeTensor or is_watchable(part)):
             rejected[name] = UNWATCHED
@@ -268,10 +269,6 @@ def _is_module_buffer(node: fx.Node) -> bool:
     """Returns True if Dynamo marked an input as a static tensor of a module."""
     tensor_dict = node.meta.get("tensor_dict") or {}
     return tensor_dict.get("_dynamo_static_input_type") is not None
-
-
-def _is_on_cpu(node: fx.Node) -> bool:
-    return bool(VALUE.of(node).device.type == "cpu")
 
 
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from amp_fx.weights.call import CachedCall, verify_level
 from amp_fx.weights.store import STORE
 from amp_fx.weights.streams import accelerator_devices
 from amp_fx.weights.swaps import before_swaps
-from amp_fx.weights.watch import engine, is_available, watch
+from amp_fx.weights.watch import engine, is_available
 from amp_fx.weights.write_signals import DEVICES, is_watchable
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ class Keep:
         if is_available():
             level = verify_level(verify)
             self._call = CachedCall([self._spec], (), owner=self._spec.name, verify=level)
-        _watch_swaps()
+        # Weak references to a weight are removed while ``torch.utils.swap_tensors`` swaps it.
+        before_swaps(_hold_all)
         _KEEPS.add(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Keep:
@@ -195,12 +196,6 @@ def _same(weight: torch.Tensor | None) -> torch.Tensor | None:
 _KEEPS: weakref.WeakSet[Keep] = weakref.WeakSet()
 
 
-@functools.cache
-def _watch_swaps() -> None:
-    """Removes weak references to a weight while ``torch.utils.swap_tensors`` swaps it."""
-    before_swaps(_hold_all)
-
-
 def _hold_all(tensor: torch.Tensor) -> Callable[[], None]:
     callbacks = [instance._hold(tensor) for instance in list(_KEEPS)]
 
@@ -293,7 +288,7 @@ def _why_remade(weights: Weights) -> str:
             return "a library shards a weight and frees its memory"
         if is_cow_tensor(weight):
             return "a weight and its lazy clone share memory until one of them is written"
-        if not watch(weight.detach()):
+        if not engine().watch(weight.detach()):
             return "PyTorch did not allocate a weight's memory: it is shared, mapped or NumPy's"
     return ""
 

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from amp_fx.errors import AmpFxError
+from amp_fx.graphs.casts import op_names
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.torch_private.fake_tensors import (
     FakeTensor,
@@ -158,7 +159,10 @@ class Constants:
         # Constants may be returned, but not what is computed from them: the caller owns it.
         returned = escaping(gm, len(gm.graph.output_node().args[0])) - set(sources)  # type: ignore[arg-type]
         copies = copy_prepared(gm, sources, self.prepare, skipped=returned)
-        with _mode_of([getattr(gm, str(node.target)) for node in sources]), torch.no_grad():
+        weights = [getattr(gm, str(node.target)) for node in sources]
+        # New tensors are fake if a weight is, as in a plan, and real otherwise.
+        modes = [weight.fake_mode for weight in weights if isinstance(weight, FakeTensor)]
+        with modes[0] if modes else unset_fake_temporarily(), torch.no_grad():
             values = self._compute(gm, copies)
         folded = values_read(copies, self.prepare, sources, has_views=True)
         for node in folded:
@@ -210,11 +214,6 @@ class Constants:
         for name in [name for name in self.copies if name in gm._buffers and name not in used]:
             del gm._buffers[name]
 
-    def drop_all(self, gm: fx.GraphModule) -> None:
-        """Frees all constants: the graph is in a reference cycle, and must not hold them."""
-        for name in self.copies:
-            gm._buffers.pop(name, None)
-
     def plan(
         self, gm: fx.GraphModule, passed: tuple[int, ...], uncached: Mapping[str, str]
     ) -> CachePlan:
@@ -240,12 +239,6 @@ def values_of(
     return [value[0] if len(value) == 1 else value for value in values]
 
 
-def _mode_of(weights: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context in which new tensors are fake if a weight is fake, and real otherwise."""
-    modes = [weight.fake_mode for weight in weights if isinstance(weight, FakeTensor)]
-    return modes[0] if modes else unset_fake_temporarily()
-
-
 def run_fake(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     """Computes a node from fake tensors.
 
@@ -265,6 +258,9 @@ def specs_of(
     weights = [node for node in outputs if node.op == "placeholder"]
     computed = [node for node in outputs if node.op != "placeholder"]
     return [*map(prepare.alias, weights), *prepare.specs(computed)]
+
+
+_PACKED_CONVOLUTIONS = ("mkldnn::_convolution_pointwise", "mkldnn::_convolution_pointwise_")
 
 
 def compile_packed(
@@ -305,10 +301,11 @@ def compile_packed(
         else fake_mode.from_tensor(value, static_shapes=True)
         for value in flattened(constants.values)
     ]
+    has_convolutions = not op_names(gm).isdisjoint(_PACKED_CONVOLUTIONS)
     with (
         packed_in_cache_keys(),
         chosen_templates_in(of_templates),
-        float32_biases(),
+        float32_biases() if has_convolutions else contextlib.nullcontext(),
         # The store computes values with the strides for which the graph is compiled.
         without_input_asserts([str(node.target) for node in new_inputs]),
     ):
@@ -324,7 +321,8 @@ def compile_packed(
     for name, (node, tensor) in by_name.items():
         code_names.setdefault(node, []).append(name)
         tensors[node] = tensor
-    constants.drop_all(gm)
+    for name in constants.copies:  # the graph is in a reference cycle, and must not hold them
+        gm._buffers.pop(name, None)
     constant_specs = specs_of(constants.prepare, code_names)
     packed = PackedGraph(
         tuple(constant_specs),
@@ -344,21 +342,15 @@ def packing(fake_mode: FakeTensorMode | None) -> Iterator[None]:
         fake_mode: The mode of the graph's inputs.
     """
     from amp_fx.torch_private.inductor import enter_freezing
-
-    with _compiling_constants(), enter_freezing(), with_real_tensors(fake_mode):
-        yield
-
-
-def _compiling_constants() -> contextlib.AbstractContextManager[None]:
-    """Context in which inductor compiles code whose constants can be replaced."""
     from amp_fx.torch_private.inductor_config import config
 
-    has_templates = config.max_autotune or config.max_autotune_gemm
-    settings = {"always_keep_tensor_constants": True}  # else small ones become literals
-    if has_templates:  # cached code does not contain how its templates computed their constants
+    # Constants of the code can be replaced; small ones would become literals.
+    settings = {"always_keep_tensor_constants": True}
+    # Cached code does not contain how its templates computed their constants.
+    if config.max_autotune or config.max_autotune_gemm:
         settings |= {"fx_graph_cache": False, "fx_graph_remote_cache": False}
-    patch: contextlib.AbstractContextManager[None] = config.patch(settings)
-    return patch
+    with config.patch(settings), enter_freezing(), with_real_tensors(fake_mode):
+        yield
 
 
 def _constants_of(

@@ -138,14 +138,13 @@ def run_node(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
         return CONSTANT.of(node)
     args: Any
     args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-    if node.target is CONVERT and _has_plain_strides(args[0]) and args[0].dtype is not args[1]:
-        return args[0].to(args[1])  # prims are implemented in Python, which is slow
+    if node.target is CONVERT and args[0].dtype is not args[1]:
+        source, dtype = args
+        # prims are implemented in Python, which is slow. ``to`` certainly gives their strides for
+        # such sources.
+        if source.is_contiguous() or (source.dim() > 1 and source.mT.is_contiguous()):
+            return source.to(dtype)
     return node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _has_plain_strides(tensor: torch.Tensor) -> bool:
-    """Returns True if ``to`` certainly gives the strides of ``prims.convert_element_type``."""
-    return tensor.is_contiguous() or (tensor.dim() > 1 and tensor.mT.is_contiguous())
 
 
 def _text(node: fx.Node, name_of: Callable[[fx.Node], str]) -> str:

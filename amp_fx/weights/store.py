@@ -162,7 +162,7 @@ class Store:
     def _new_entry(self, key: Key, spec: ValueSpec, weights: Weights, owner: str) -> CacheEntry:
         # Signals are installed with the first entry: a process that caches nothing has no hooks.
         install()
-        _drop_before_swaps()
+        before_swaps(forget)
         slot = engine().CacheSlot(_aliases(weights), spec.is_alias)
         entry = CacheEntry(key, slot, spec, weights, owner)
         on_freed = functools.partial(self._on_weight_freed, weakref.ref(entry))
@@ -410,12 +410,6 @@ def _can_refill(entry: CacheEntry, weights: Weights) -> bool:
     value, layout = entry.value, entry.spec.cast_layout(weights[0])
     old = value.dtype, value.stride(), value.size(), value.device
     return layout is not None and old == (*layout, weights[0].size(), weights[0].device)
-
-
-@functools.cache
-def _drop_before_swaps() -> None:
-    """Drops the values of a tensor before it is swapped with another."""
-    before_swaps(forget)
 
 
 def forget(tensor: torch.Tensor) -> None:

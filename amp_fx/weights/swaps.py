@@ -22,14 +22,15 @@ _hooks: list[Hook] = []
 
 
 def before_swaps(hook: Hook) -> None:
-    """Registers a hook that runs before two tensors are swapped.
+    """Registers a hook that runs before two tensors are swapped, unless it is registered.
 
     Args:
         hook: Called with each of the two tensors. May return a function to call after the swap.
     """
     if not _hooks:
         wrap_swaps(_call_hooks)
-    _hooks.append(hook)
+    if hook not in _hooks:
+        _hooks.append(hook)
 
 
 def _call_hooks(tensor: torch.Tensor) -> Callable[[], None]:

@@ -33,8 +33,3 @@ def foreign(weights: Mapping[int, torch.Tensor]) -> list[int]:
     if not csrc.is_built() or not is_available():
         return []
     return [i for i, weight in weights.items() if engine().is_foreign(weight)]
-
-
-def watch(source: torch.Tensor) -> bool:
-    """Watches a tensor for writes; returns False if that is impossible."""
-    return bool(engine().watch(source))

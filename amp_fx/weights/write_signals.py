@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_fx.weights.spread import is_managed, parts_of
-from amp_fx.weights.watch import engine, watch
+from amp_fx.weights.watch import engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -151,4 +151,4 @@ def is_watchable(weight: Any) -> bool:
 
 def watch_all(weights: tuple[torch.Tensor, ...]) -> bool:
     """Watches weights for writes; returns False if writes to one of them would not be detected."""
-    return all(is_watchable(weight) and watch(weight.detach()) for weight in weights)
+    return all(is_watchable(weight) and engine().watch(weight.detach()) for weight in weights)

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import symbolic_trace
 
-from amp_fx.backend.rewrite import start_state
+from amp_fx.backend.rewrite import graph_devices, start_state
 from amp_fx.devices.low_dtypes import forget_devices
 from amp_fx.errors import DtypeWarning, OptionError
 from amp_fx.front.settings import RegionSettings
@@ -57,7 +57,7 @@ def graph_on(device: str) -> fx.GraphModule:
 
 
 def bare_dtype(device: str = "cuda:0", **options: Any) -> torch.dtype:
-    state = start_state(graph_on(device), Options.parse(options))
+    state = start_state(graph_devices(graph_on(device)), Options.parse(options))
     return state.low_dtype("cuda")
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 
 import torch
 
 from amp_fx.devices.wide_products import PRODUCT, is_wide
 from amp_fx.dtypes import is_low
-from amp_fx.torch_private.inductor import FewRowsKernel, few_rows_kernel, lower_few_rows_product
+from amp_fx.torch_private.inductor import FewRowsKernel, few_rows_kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +58,6 @@ def few_rows_product(
     rows = blocked.reshape(num_blocks, depth // together, block, together).permute(1, 3, 0, 2)
     weight = rows.reshape(depth, num_blocks * block)[:, :columns]
     return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
-
-
-@functools.cache
-def lower_products() -> None:
-    """Makes inductor lower ``few_rows_product`` to its C++ template, for the whole process."""
-    lower_few_rows_product(torch.ops.amp_fx.few_rows_product.default)
 
 
 def max_rows(dtype: torch.dtype, num_weights: int, *, uses_amx: bool) -> int:
