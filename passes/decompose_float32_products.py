@@ -23,8 +23,8 @@ import torch
 import amp_fx.policies.float32_products  # noqa: F401 - registers the op
 from amp_fx.graphs.bodies import graphs_in
 from amp_fx.graphs.casts import add_cast
-from amp_fx.graphs.metadata import CUSTOM, provenance
-from amp_fx.graphs.values import detect_fake_mode, remember_captured, update_value, value_of
+from amp_fx.graphs.metadata import CUSTOM, VALUE, provenance
+from amp_fx.graphs.values import detect_fake_mode, remember_captured, update_value
 from amp_fx.passes.base import PassResult
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def _decompose(node: fx.Node) -> None:
     a, b, low_dtype = node.args
     with node.graph.inserting_before(node):
         factors = tuple(_rounded(node, factor, low_dtype) for factor in (a, b))
-        is_batched = value_of(factors[0]).dim() == 3
+        is_batched = VALUE.of(factors[0]).dim() == 3
         op = torch.ops.aten.bmm.default if is_batched else torch.ops.aten.mm.default
         result = node.graph.call_function(op, factors)
     result.meta.update(provenance(node))
@@ -69,7 +69,7 @@ def _decompose(node: fx.Node) -> None:
 def _rounded(node: fx.Node, factor: Any, low_dtype: Any) -> fx.Node:
     """Returns a factor of a product in float32, rounded to a low dtype."""
     for dtype in (low_dtype, torch.float32):
-        if value_of(factor).dtype != dtype:
+        if VALUE.of(factor).dtype != dtype:
             factor = add_cast(node.graph, factor, dtype, REASON)
             factor.meta.update(provenance(node))
             update_value(factor, detect_fake_mode(node.graph), is_grad_enabled=False)

@@ -32,9 +32,9 @@ from amp_fx.graphs.casts import (
     replace_cast,
 )
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
-from amp_fx.graphs.metadata import OPAQUE, SITE, VERSION
+from amp_fx.graphs.metadata import OPAQUE, SITE, VALUE, VERSION
 from amp_fx.graphs.opaque import TRANSFORM
-from amp_fx.graphs.values import storage_id, tensors_in, value_of, version_of
+from amp_fx.graphs.values import storage_id, tensors_in, version_of
 from amp_fx.passes.base import PassResult
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _share_casts(graph: fx.Graph) -> int:
         if cast is None or not _may_share(node, cast):
             continue
         # Compare tensors, not nodes: ``w.float()`` returns ``w`` itself if ``w`` is float32.
-        source = id(value_of(node.all_input_nodes[0]))
+        source = id(VALUE.get(node.all_input_nodes[0]))
         key = (source, cast.dtype, cast.source_version, SITE.of(node).is_grad_enabled)
         first = first_casts.setdefault(key, node)
         if first is not node:
@@ -91,17 +91,17 @@ def _may_share(node: fx.Node, cast: Cast) -> bool:
 
 def is_cached_by_eager(node: fx.Node) -> bool:
     """Returns True if eager autocast would cache a cast that autograd records."""
-    source: torch.Tensor = value_of(node.all_input_nodes[0])
+    source: torch.Tensor = VALUE.of(node.all_input_nodes[0])
     if not is_cacheable(source):
         return False
     site, device_type = SITE.of(node), source.device.type
-    is_low = dict(site.state.low_dtypes).get(device_type) == value_of(node).dtype
+    is_low = dict(site.state.low_dtypes).get(device_type) == VALUE.of(node).dtype
     return is_low and bool(site.state.cache_enabled) and not site.is_branch
 
 
 def has_gradient(node: fx.Node) -> bool:
     """Returns True if autograd records this cast."""
-    value: torch.Tensor = value_of(node)
+    value: torch.Tensor = VALUE.of(node)
     return value.requires_grad
 
 
@@ -109,9 +109,9 @@ def is_aliased(node: fx.Node) -> bool:
     """Returns True if an op returns a view of the cast: a write to the view changes the cast."""
     if any(OPAQUE.get(user) == TRANSFORM for user in node.users):
         return True  # inside, the tensor is wrapped
-    storage = storage_id(value_of(node))
+    storage = storage_id(VALUE.of(node))
     return any(
-        storage_id(out) == storage for user in node.users for out in tensors_in(value_of(user))
+        storage_id(out) == storage for user in node.users for out in tensors_in(VALUE.get(user))
     )
 
 
@@ -142,11 +142,11 @@ def _closes_round_trip(node: fx.Node, cast: Cast) -> bool:
     if first is not None and first.reason == KERNEL_RESULT:
         return False  # the real kernel returns a wide tensor, unlike its fake kernel
     origin = widened.all_input_nodes[0]
-    value = value_of(origin)
+    value = VALUE.get(origin)
     if len(widened.all_input_nodes) != 1 or not isinstance(value, torch.Tensor):
         return False
     is_lossless = value.dtype == cast.dtype and is_widening(value.dtype, cast.source_dtype)
-    same_device = value.device == value_of(node).device
+    same_device = value.device == VALUE.of(node).device
     is_fresh = cast.source_version is not None and cast.source_version == VERSION.of(widened)
     if not (is_lossless and same_device and is_fresh) or is_aliased(node):
         return False
@@ -159,4 +159,4 @@ def _is_unwritten(widened: fx.Node, origin: fx.Node) -> bool:
     """Returns True if the graph does not write to the origin after it was widened."""
     cast = inserted_cast(widened)
     version = cast.source_version if cast is not None else VERSION.of(origin)
-    return version is not None and version == version_of(value_of(origin))
+    return version is not None and version == version_of(VALUE.of(origin))

@@ -31,8 +31,8 @@ from amp_fx.graphs.bodies import (
 )
 from amp_fx.graphs.casts import add_cast, inserted_cast
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
-from amp_fx.graphs.metadata import CAPTURED, CAST, SITE
-from amp_fx.graphs.values import detect_fake_mode, is_written, set_value, update_value, value_of
+from amp_fx.graphs.metadata import CAPTURED, CAST, SITE, VALUE
+from amp_fx.graphs.values import detect_fake_mode, is_written, set_value, update_value
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.fold_casts import has_gradient, is_aliased, is_cached_by_eager
 
@@ -66,7 +66,7 @@ class HoistCasts:
     def call(self, gm: fx.GraphModule) -> PassResult:
         """Counts ``casts_hoisted``, also in nested bodies."""
         placeholders = gm.graph.find_nodes(op="placeholder")
-        weights = {id(value_of(node)) for node in placeholders if node.name in self.weights}
+        weights = {id(VALUE.get(node)) for node in placeholders if node.name in self.weights}
         # Innermost bodies first.
         calls = calls_of_bodies(gm)
         num_hoisted = sum(_hoist_from(nodes, bodies, weights) for bodies, nodes in calls)
@@ -81,7 +81,7 @@ def _hoist_from(
     added: dict[tuple[int, torch.dtype], list[fx.Node]] = {}
     operands = list(zip(*map(operands_of, nodes), strict=True))
     sources = {
-        id(value_of(given[0])): given for given in operands if all(map(_is_unwritten_input, given))
+        id(VALUE.get(given[0])): given for given in operands if all(map(_is_unwritten_input, given))
     }
     for index, body in enumerate(bodies):
         casts = [node for node in body.graph.nodes if _can_hoist(node)]
@@ -125,11 +125,11 @@ def _has_cached_source(cast: fx.Node, sources: Sequence[fx.Node], weights: set[i
     """
     if has_gradient(cast) and is_cached_by_eager(cast):
         return True
-    return all(id(value_of(source)) in weights for source in sources)
+    return all(id(VALUE.get(source)) in weights for source in sources)
 
 
 def _key(cast: fx.Node) -> tuple[int, torch.dtype]:
-    return id(value_of(cast.all_input_nodes[0])), value_of(cast).dtype
+    return id(VALUE.of(cast.all_input_nodes[0])), VALUE.of(cast).dtype
 
 
 def _is_shared(cast: fx.Node) -> bool:
@@ -140,7 +140,7 @@ def _is_shared(cast: fx.Node) -> bool:
 def _cast_outside(node: fx.Node, source: fx.Node, cast: fx.Node) -> fx.Node:
     graph = node.graph
     with graph.inserting_before(node):
-        outside = add_cast(graph, source, value_of(cast).dtype, CAST.of(cast).reason)
+        outside = add_cast(graph, source, VALUE.of(cast).dtype, CAST.of(cast).reason)
     site = SITE.of(cast)
     # A reentrant checkpoint differentiates its own recomputation, for which eager autocast's cache
     # is empty: its cast must not be shared with casts outside.
@@ -152,7 +152,7 @@ def _cast_outside(node: fx.Node, source: fx.Node, cast: fx.Node) -> fx.Node:
 def _add_placeholder(graph: fx.Graph, outside: fx.Node) -> fx.Node:
     with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
         node = graph.placeholder(outside.name)
-    CAPTURED.put(node, value_of(outside))
+    CAPTURED.put(node, VALUE.get(outside))
     SITE.put(node, SITE.of(outside))
-    set_value(node, value_of(outside))
+    set_value(node, VALUE.get(outside))
     return node

@@ -32,7 +32,6 @@ from amp_fx.graphs.bodies import (
     body_nodes,
     has_plain_bodies,
     has_shared_body,
-    mark_rewritten,
     operands_of,
 )
 from amp_fx.graphs.casts import CAPTURED_DTYPE, KERNEL_RESULT, add_cast
@@ -53,7 +52,7 @@ from amp_fx.graphs.loops import (
     is_loop,
     restore_bodies,
 )
-from amp_fx.graphs.metadata import CAPTURED, DECISIONS, OPAQUE, SITE
+from amp_fx.graphs.metadata import CAPTURED, DECISIONS, HAS_REWRITTEN_BODIES, OPAQUE, SITE, VALUE
 from amp_fx.graphs.mixtures import reject_mixture
 from amp_fx.graphs.opaque import (
     MixtureRecorder,
@@ -77,7 +76,6 @@ from amp_fx.graphs.values import (
     analysis,
     argument_values,
     call_target,
-    captured_value,
     detect_fake_mode,
     dtypes_differ,
     remember_captured,
@@ -85,7 +83,6 @@ from amp_fx.graphs.values import (
     storage_id,
     tensors_in,
     update_value,
-    value_of,
     values_in,
 )
 from amp_fx.passes.base import PassResult
@@ -211,7 +208,7 @@ class _Rewriter:
 
     def _keep(self, node: fx.Node) -> None:
         """Keeps a node without casts; restores its input dtypes if it rejects the new ones."""
-        captured = captured_value(node)
+        captured = CAPTURED.get(node)
         args, kwargs = argument_values(node)
         if not tensors_in(args, kwargs):
             set_value(node, call_target(node, args, kwargs) if _is_dataclass(node) else captured)
@@ -235,7 +232,7 @@ class _Rewriter:
             else:
                 raise
         if is_changed and _constructs_subclass(node):
-            value = value_of(node)
+            value = VALUE.get(node)
             if not dtypes_differ(captured, value):  # a constant argument sets the dtype
                 self._restore_inputs(node)
                 self._evaluate(node)
@@ -261,9 +258,9 @@ class _Rewriter:
         argument, the other inputs are therefore cast to its new dtype instead, as ``copy_`` does.
         """
         storages = set(map(storage_id, written))
-        sources = [n for n in node.all_input_nodes if isinstance(value_of(n), torch.Tensor)]
-        kept = [n for n in sources if storage_id(value_of(n)) in storages]
-        lowered = [n for n in kept if dtypes_differ(captured_value(n), value_of(n))]
+        sources = [n for n in node.all_input_nodes if isinstance(VALUE.get(n), torch.Tensor)]
+        kept = [n for n in sources if storage_id(VALUE.of(n)) in storages]
+        lowered = [n for n in kept if dtypes_differ(CAPTURED.get(n), VALUE.get(n))]
         for source in sources:
             if source not in kept:
                 self._restore_input(node, source, next(iter(lowered), None))
@@ -277,8 +274,8 @@ class _Rewriter:
         before: fx.Node | None = None,
     ) -> None:
         """Casts an input to its captured dtype, or to that of a written tensor."""
-        like = captured_value(source) if written is None else value_of(written)
-        value = value_of(source)
+        like: Any = CAPTURED.get(source) if written is None else VALUE.get(written)
+        value = VALUE.get(source)
         is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
         if is_float and dtypes_differ(like, value):
             self._cast_input(node, source, like.dtype, CAPTURED_DTYPE, before=before)
@@ -306,7 +303,7 @@ class _Rewriter:
             clamp_fill_value(node)
             return
         for source in node.all_input_nodes:
-            value = value_of(source)
+            value = VALUE.get(source)
             if isinstance(value, torch.Tensor) and is_low(value.dtype):
                 self._cast_input(node, source, torch.float32, "range guard")
         record_range(node, reason)
@@ -318,11 +315,11 @@ class _Rewriter:
         if has_shared_body(node):
             self._rewrite_shared_body(node)
             OPAQUE.drop(node)
-            mark_rewritten(node)
+            HAS_REWRITTEN_BODIES.put(node, True)
             return
         if has_plain_bodies(node) and self._rewrite_bodies(node):
             OPAQUE.drop(node)
-            mark_rewritten(node)
+            HAS_REWRITTEN_BODIES.put(node, True)
             return
         if is_bare_function(node):
             self._restore_inputs(node)
@@ -372,14 +369,14 @@ class _Rewriter:
         with native_autocast(node, self.fake_mode):
             results = body_results(body, node)
         differing = list(differing_states(node, results))
-        wider = [n for _, n in differing if dtypes_differ(captured_value(n), value_of(n))]
+        wider = [n for _, n in differing if dtypes_differ(CAPTURED.get(n), VALUE.get(n))]
         for state in wider:
             self._restore_input(node, state)
         if wider:
             self._restore_states(node)
             return
         for index, state in differing:
-            cast_result(body, index, value_of(state).dtype)
+            cast_result(body, index, VALUE.of(state).dtype)
             self.counts["outputs_restored"] += 1
 
     def _cast_result(self, node: fx.Node, dtype: torch.dtype) -> None:
@@ -387,14 +384,14 @@ class _Rewriter:
 
         At run time the result already has this dtype, and the cast does nothing.
         """
-        value = value_of(node)
+        value = VALUE.get(node)
         if not isinstance(value, torch.Tensor) or value.dtype in (dtype, torch.float64):
             return
         with self.graph.inserting_after(node):
             cast = add_cast(self.graph, node, dtype, KERNEL_RESULT)
         self._evaluate(cast)
         node.replace_all_uses_with(cast, lambda user: user is not cast)
-        CAPTURED.put(cast, captured_value(node))
+        CAPTURED.put(cast, CAPTURED.get(node))
 
     def _rewrite_bodies(self, node: fx.Node) -> bool:
         """Rewrites the bodies of a higher-order op; returns False if other ops share them."""
@@ -426,7 +423,7 @@ class _Rewriter:
             shared = self.shared.add(key, node, body, results)
         else:
             with analysis(self.fake_mode, is_grad_enabled=site.is_grad_enabled):
-                results = adopt_captured(captured_value(node), fresh_results(shared))
+                results = adopt_captured(CAPTURED.get(node), fresh_results(shared))
         call_shared(self.gm, node, shared)
         set_value(node, results)
 
@@ -449,14 +446,14 @@ class _Rewriter:
         """
         output = self.graph.output_node()
         placeholders = self.graph.find_nodes(op="placeholder")
-        storages = set(map(storage_id, tensors_in([value_of(node) for node in placeholders])))
+        storages = set(map(storage_id, tensors_in([VALUE.get(node) for node in placeholders])))
         for node in output.all_input_nodes:
-            for tensor in tensors_in(value_of(node)):
+            for tensor in tensors_in(VALUE.get(node)):
                 if storage_id(tensor) in storages:
                     with self.graph.inserting_before(output):
                         clone = self.graph.call_function(torch.ops.aten.clone.default, (node,))
                     SITE.put(clone, SITE.of(output))
-                    CAPTURED.put(clone, captured_value(node))
+                    CAPTURED.put(clone, CAPTURED.get(node))
                     self._evaluate(clone)
                     output.replace_input_with(node, clone)
                 storages.add(storage_id(tensor))
@@ -475,7 +472,7 @@ class _Rewriter:
         self._evaluate(node)
 
     def _evaluate(self, node: fx.Node, *, checks_mixtures: bool = False) -> None:
-        returns_tuple = isinstance(captured_value(node), (tuple, list))
+        returns_tuple = isinstance(CAPTURED.get(node), (tuple, list))
         check = functools.partial(reject_mixture, needs_all_results=returns_tuple)
         update_value(
             node,
@@ -492,10 +489,10 @@ def _input_value(node: fx.Node) -> Any:
     Under compiled autograd, Dynamo records the list of inputs of a backward with real tensors. The
     nodes that read the list have fake tensors.
     """
-    captured = captured_value(node)
+    captured = CAPTURED.get(node)
     if not isinstance(captured, list):
         return captured
-    reads = {user.args[1]: captured_value(user) for user in node.users if is_getitem(user)}
+    reads = {user.args[1]: CAPTURED.get(user) for user in node.users if is_getitem(user)}
     return [reads.get(i, value) for i, value in enumerate(captured)]
 
 
@@ -506,7 +503,7 @@ def _may_need_casts(node: fx.Node) -> bool:
     """
     if node.op == "call_method" and _is_in_place_name(str(node.target)):
         return False
-    if is_getitem(node) and isinstance(value_of(node.all_input_nodes[0]), (tuple, list)):
+    if is_getitem(node) and isinstance(VALUE.get(node.all_input_nodes[0]), (tuple, list)):
         return False
     args, kwargs = argument_values(node)
     return any(t.is_floating_point() for t in tensors_in(args, kwargs))
@@ -529,7 +526,7 @@ def _constructs_subclass(node: fx.Node) -> bool:
 
 
 def _inputs_changed(node: fx.Node) -> bool:
-    return any(dtypes_differ(captured_value(n), value_of(n)) for n in node.all_input_nodes)
+    return any(dtypes_differ(CAPTURED.get(n), VALUE.get(n)) for n in node.all_input_nodes)
 
 
 def _restored_results(body: fx.GraphModule) -> Any:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from amp_fx.dtypes import is_low
-from amp_fx.graphs.bodies import bodies_of, is_rewritten, operands_of
-from amp_fx.graphs.metadata import OPAQUE, VERSION
-from amp_fx.graphs.values import storage_id, tensors_in, value_of, version_of
+from amp_fx.graphs.bodies import bodies_of, operands_of
+from amp_fx.graphs.metadata import HAS_REWRITTEN_BODIES, OPAQUE, VALUE, VERSION
+from amp_fx.graphs.values import storage_id, tensors_in, version_of
 from amp_fx.policies.calls import TO_COPY
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def low_reads(gm: fx.GraphModule) -> dict[fx.Node, LowRead]:
 
 def _may_be_low(node: fx.Node) -> bool:
     """Returns True for a strided float32 tensor that the graph does not write to."""
-    value = value_of(node)
+    value = VALUE.get(node)
     if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
         return False
     has_version = value.layout is torch.strided and VERSION.is_on(node)
@@ -90,7 +90,7 @@ def readers(
     Views and bodies of higher-order ops are followed.
     """
     for user in node.users:
-        if is_rewritten(user):
+        if HAS_REWRITTEN_BODIES.is_on(user):
             yield from _readers_in_bodies(gm, user, node, is_direct=is_direct)
         elif is_view(user, node):
             yield from readers(gm, user, is_direct=False)
@@ -115,7 +115,7 @@ def is_view(user: fx.Node, node: fx.Node) -> bool:
     """
     if user.op == "output" or OPAQUE.is_on(user):
         return False
-    source, results = tensors_in(value_of(node)), tensors_in(value_of(user))
+    source, results = tensors_in(VALUE.get(node)), tensors_in(VALUE.get(user))
     storages = {storage_id(tensor) for tensor in (*source, *results)}
     dtypes = {tensor.dtype for tensor in (*source, *results)}
     return bool(results) and len(storages) == len(dtypes) == 1

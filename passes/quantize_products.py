@@ -26,19 +26,25 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from amp_fx.devices.float8 import warn_of_slowness
-from amp_fx.graphs.bodies import bodies_of, is_rewritten
+from amp_fx.graphs.bodies import bodies_of
 from amp_fx.graphs.bodies import operands_of as operands_passed
 from amp_fx.graphs.casts import inserted_cast, replace_cast
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
-from amp_fx.graphs.metadata import CAPTURED, DECISIONS, FLOAT8_NOTE, SITE, provenance
+from amp_fx.graphs.metadata import (
+    CAPTURED,
+    DECISIONS,
+    FLOAT8_NOTE,
+    HAS_REWRITTEN_BODIES,
+    SITE,
+    VALUE,
+    provenance,
+)
 from amp_fx.graphs.values import (
     analysis,
     argument_values,
-    captured_value,
     detect_fake_mode,
     is_written,
     update_value,
-    value_of,
 )
 from amp_fx.passes.base import PassResult
 from amp_fx.policies.calls import bind, qualified_name
@@ -84,7 +90,7 @@ class QuantizeProducts:
         """Counts ``products_in_float8`` and ``products_not_in_float8``, also in bodies."""
         quantizer = _Quantizer(gm, self)
         quantizer.run()
-        for node in filter(is_rewritten, gm.graph.nodes):
+        for node in filter(HAS_REWRITTEN_BODIES.is_on, gm.graph.nodes):
             for body in bodies_of(gm, node):
                 quantizer.counts.update(self._for_body(node, body).call(body).counts)
         return PassResult(quantizer.counts)
@@ -109,7 +115,7 @@ class _Quantizer:
         self.counts: Counter[str] = Counter()
         placeholders = gm.graph.find_nodes(op="placeholder")
         names = settings.weights
-        self.sources = {id(value_of(n)): n for n in placeholders if n.name in names}
+        self.sources = {id(VALUE.get(n)): n for n in placeholders if n.name in names}
         self.quantized: Weights = {}
 
     def run(self) -> None:
@@ -118,7 +124,7 @@ class _Quantizer:
         ends = self.settings.ends
         if ends is None:
             sources = [weight[0] for *_, weight in weighted if weight is not None]
-            names = [source.name for source in sources if value_of(source).dim() == 2]
+            names = [source.name for source in sources if VALUE.of(source).dim() == 2]
             ends = (names[0], names[-1]) if names else ()
         for node, operands, weight in weighted:
             reason = self._why_not(node, weight, ends)
@@ -133,7 +139,7 @@ class _Quantizer:
         """Returns the placeholder of a product's weight, and True if its rows are outputs."""
         argument = bind(node.target, node.args, dict(node.kwargs))[operands.weight]  # type: ignore[arg-type]
         source = argument.args[0] if inserted_cast(argument) is not None else argument
-        value, has_rows = value_of(source), operands.has_rows_of_outputs
+        value, has_rows = VALUE.of(source), operands.has_rows_of_outputs
         if id(value) in self.sources:
             return self.sources[id(value)], has_rows
         with analysis(self.fake_mode, is_grad_enabled=SITE.of(node).is_grad_enabled):
@@ -148,7 +154,7 @@ class _Quantizer:
             which = "first" if source.name == ends[0] else "last"
             return f"it is the {which} product of the model"
         args, kwargs = argument_values(node)
-        value = value_of(source)
+        value = VALUE.of(source)
         state, settings = SITE.of(node).state, self._policy_at(node).float8
         low_dtype = state.low_dtype(value.device.type)
         call = (node.target, args, kwargs)
@@ -165,9 +171,9 @@ class _Quantizer:
         has_gradient = SITE.of(node).is_grad_enabled
         forward = self._quantized(node, weight, settings, has_rows, is_back=False)
         back: tuple[Any, Any] = (None, None)
-        if has_gradient and value_of(x).requires_grad:
+        if has_gradient and VALUE.of(x).requires_grad:
             back = self._quantized(node, weight, settings, has_rows, is_back=True)
-        differentiable_weight = weight if has_gradient and value_of(weight).requires_grad else None
+        differentiable_weight = weight if has_gradient and VALUE.of(weight).requires_grad else None
         args = (x, differentiable_weight, recipe, *forward, *back, has_rows)
         result = self._add(node, float8_product, args)
         note = f"float8, recipe {recipe}: {RECIPES[recipe]}"
@@ -177,7 +183,7 @@ class _Quantizer:
         DECISIONS.put(result, DECISIONS.of(node))
         if bias is not None:
             result = self._add(node, torch.ops.aten.add.Tensor, (result, bias))
-        CAPTURED.put(result, captured_value(node))
+        CAPTURED.put(result, CAPTURED.get(node))
         unused = bound[operands.weight]
         name = node.name
         node.replace_all_uses_with(result)
@@ -187,7 +193,7 @@ class _Quantizer:
             source = unused.all_input_nodes[0]
             replace_cast(unused, weight, "the weight is quantized to float8 instead")
             unused = source
-        if value_of(result).device.type == "cpu":
+        if VALUE.of(result).device.type == "cpu":
             warn_of_slowness()
 
     def _quantized(

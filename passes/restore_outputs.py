@@ -22,14 +22,8 @@ import torch
 
 from amp_fx.graphs.casts import add_cast
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
-from amp_fx.graphs.metadata import CAPTURED, SITE
-from amp_fx.graphs.values import (
-    captured_dtype,
-    captured_value,
-    detect_fake_mode,
-    update_value,
-    value_of,
-)
+from amp_fx.graphs.metadata import CAPTURED, SITE, VALUE
+from amp_fx.graphs.values import captured_dtype, detect_fake_mode, update_value
 from amp_fx.passes.base import PassResult
 
 if TYPE_CHECKING:
@@ -61,13 +55,13 @@ class RestoreOutputs:
         output = gm.graph.output_node()
         fake_mode = detect_fake_mode(gm.graph)
         for node, dtype in self._expected_dtypes(output).items():
-            value = value_of(node)
+            value = VALUE.get(node)
             if not isinstance(value, torch.Tensor) or dtype in (None, value.dtype):
                 continue
             with gm.graph.inserting_before(output):
                 cast = add_cast(gm.graph, node, dtype, "output")
             update_value(cast, fake_mode, is_grad_enabled=SITE.of(output).is_grad_enabled)
-            CAPTURED.put(cast, captured_value(node))
+            CAPTURED.put(cast, CAPTURED.get(node))
             output.replace_input_with(node, cast)
             counts["outputs_restored"] += 1
         return PassResult(counts)

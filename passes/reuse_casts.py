@@ -31,7 +31,8 @@ import torch
 
 from amp_fx.graphs.bodies import bodies_of, has_plain_bodies
 from amp_fx.graphs.casts import WHOLE_VIEWS, is_reinterpreting, is_widening, op_name
-from amp_fx.graphs.values import detect_fake_mode, update_value, value_of
+from amp_fx.graphs.metadata import VALUE
+from amp_fx.graphs.values import detect_fake_mode, update_value
 from amp_fx.passes.base import PassResult
 from amp_fx.weights.prepare import cast_dtype
 
@@ -98,7 +99,7 @@ def _cast_dtype(node: fx.Node) -> torch.dtype | None:
 
 def _reuse(cast: fx.Node) -> bool:
     """Removes a cast, if its source is selected from tensors that exist in its dtype."""
-    graph, dtype = cast.graph, value_of(cast).dtype
+    graph, dtype = cast.graph, VALUE.of(cast).dtype
     selections = _selections_before(cast)
     sources = {n for node in selections for n in node.all_input_nodes if _is_floating(n)}
     given = {node: _in_dtype(node, dtype, cast) for node in sources.difference(selections)}
@@ -137,16 +138,16 @@ def _selections_before(cast: fx.Node) -> list[fx.Node]:
 
 
 def _is_floating(node: fx.Node) -> bool:
-    value = value_of(node)
+    value = VALUE.get(node)
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _in_dtype(node: fx.Node, dtype: torch.dtype, cast: fx.Node) -> fx.Node | None:
     """Returns an existing node with the numbers of another one in a dtype."""
-    is_lossless = is_widening(dtype, value_of(node).dtype)
+    is_lossless = is_widening(dtype, VALUE.of(node).dtype)
     if _cast_dtype(node) is not None and is_lossless:
         [source] = node.all_input_nodes
-        if value_of(source).dtype is dtype:
+        if VALUE.of(source).dtype is dtype:
             return source
     casts = [user for user in node.users if _cast_dtype(user) is dtype and user is not cast]
     return casts[0] if casts else None

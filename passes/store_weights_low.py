@@ -22,7 +22,7 @@ from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.bodies import drop_unused_operands
 from amp_fx.graphs.casts import replace_cast
 from amp_fx.graphs.conditions import SITES_KNOWN, VALUES_KNOWN
-from amp_fx.graphs.metadata import SITE, VERSION
+from amp_fx.graphs.metadata import SITE, VALUE, VERSION
 from amp_fx.graphs.values import (
     analysis,
     argument_values,
@@ -31,7 +31,6 @@ from amp_fx.graphs.values import (
     set_value,
     storage_id,
     tensors_in,
-    value_of,
     version_of,
 )
 from amp_fx.passes.base import PassResult
@@ -82,7 +81,7 @@ def _storable(
     returned = {
         storage_id(tensor)
         for node in gm.graph.output_node().all_input_nodes
-        for tensor in tensors_in(value_of(node))
+        for tensor in tensors_in(VALUE.get(node))
     }
     storable: dict[fx.Node, torch.dtype] = {}
     for group in groups:
@@ -97,7 +96,7 @@ def _storable(
 
 def _can_remove(cast: fx.Node, returned: set[int]) -> bool:
     """Returns True if the weight itself, or a view of it, can replace a cast."""
-    value, source = value_of(cast), value_of(cast.all_input_nodes[0])
+    value, source = VALUE.of(cast), VALUE.of(cast.all_input_nodes[0])
     if version_of(value) != VERSION.get(cast) or storage_id(value) in returned:
         return False
     return bool(value.stride() == source.stride())
@@ -108,14 +107,14 @@ def _store(gm: fx.GraphModule, weight: fx.Node, dtype: torch.dtype) -> int:
     casts = [cast for cast, _ in readers(gm, weight)]
     views = _views_of(weight)
     with analysis(detect_fake_mode(gm.graph), is_grad_enabled=SITE.of(weight).is_grad_enabled):
-        set_value(weight, value_of(weight).detach().to(dtype))
+        set_value(weight, VALUE.of(weight).detach().to(dtype))
         for node in [*views, *casts]:
             args, kwargs = argument_values(node)
             set_value(node, call_target(node, args, kwargs))
     num_removed = 0
     for cast in casts:
         source = cast.all_input_nodes[0]
-        if value_of(source).dtype == dtype:  # otherwise the program itself widens the weight
+        if VALUE.of(source).dtype == dtype:  # otherwise the program itself widens the weight
             replace_cast(cast, source, f"the weight is stored in {dtype_name(dtype)}")
             num_removed += 1
     return num_removed

@@ -34,14 +34,8 @@ from torch.fx.node import map_arg
 from amp_fx.dtypes import is_low
 from amp_fx.graphs.bodies import bodies_of, has_plain_bodies
 from amp_fx.graphs.casts import add_cast
-from amp_fx.graphs.metadata import provenance
-from amp_fx.graphs.values import (
-    detect_fake_mode,
-    remember_captured,
-    tensors_in,
-    update_value,
-    value_of,
-)
+from amp_fx.graphs.metadata import VALUE, provenance
+from amp_fx.graphs.values import detect_fake_mode, remember_captured, tensors_in, update_value
 from amp_fx.passes.base import PassResult
 from amp_fx.policies.calls import TO_COPY
 from amp_fx.torch_private.ops import OpOverload
@@ -129,31 +123,31 @@ def _has_wider_dtype(node: fx.Node) -> bool:
 
 
 def _floating(node: fx.Node) -> list[torch.Tensor]:
-    return [t for t in tensors_in(value_of(node)) if t.is_floating_point()]
+    return [t for t in tensors_in(VALUE.get(node)) if t.is_floating_point()]
 
 
 def _widen(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
-    results = [node] if isinstance(value_of(node), torch.Tensor) else _items(node)
-    dtypes = {result: value_of(result).dtype for result in results}
+    results = [node] if isinstance(VALUE.get(node), torch.Tensor) else _items(node)
+    dtypes = {result: VALUE.of(result).dtype for result in results}
     _widen_inputs(node, fake_mode)
     _evaluate(node, fake_mode)
     for result in results:
         if result is not node:
             _evaluate(result, fake_mode)
-        if value_of(result).dtype != dtypes[result]:
+        if VALUE.of(result).dtype != dtypes[result]:
             _round(result, dtypes[result], fake_mode)
 
 
 def _items(node: fx.Node) -> list[fx.Node]:
     """Returns the ``getitem`` nodes that read tensors from a node's tuple."""
     items = [user for user in node.users if user.target is operator.getitem]
-    return [item for item in items if isinstance(value_of(item), torch.Tensor)]
+    return [item for item in items if isinstance(VALUE.get(item), torch.Tensor)]
 
 
 def _widen_inputs(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
     casts: dict[fx.Node, fx.Node] = {}
     for source in node.all_input_nodes:
-        value = value_of(source)
+        value = VALUE.get(source)
         if isinstance(value, torch.Tensor) and is_low(value.dtype):
             casts[source] = _cast_before(node, source, torch.float32, fake_mode)
     node.args = map_arg(node.args, lambda n: casts.get(n, n))

@@ -18,10 +18,11 @@ from amp_fx.errors import PassError
 from amp_fx.graphs.bodies import copy_graph_module, enters_regions, has_shared_bodies
 from amp_fx.graphs.decomposed_kernels import has_decomposition
 from amp_fx.graphs.locations import input_path
+from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.opaque import RejectedTransformError
 from amp_fx.graphs.policy_mode import ambient_policy, annotated_policy
 from amp_fx.graphs.records import AutocastSite
-from amp_fx.graphs.values import recorded_value, remember_captured, tensors_in, value_of
+from amp_fx.graphs.values import recorded_value, remember_captured, tensors_in
 from amp_fx.options import Options, check_device_dtype, check_units, default_dtype, warn_of_units
 from amp_fx.passes.insert_casts import InsertCasts
 from amp_fx.passes.mark_regions import MarkRegions
@@ -184,7 +185,7 @@ def _program_dtypes(
     MarkRegions(AutocastSite(state, torch.is_grad_enabled())).call(program)
     InsertCasts(preset("torch")).call(program)
     outputs: Any = program.graph.output_node().args[0]
-    values = [value_of(node) if isinstance(node, fx.Node) else None for node in outputs]
+    values = [VALUE.get(node) if isinstance(node, fx.Node) else None for node in outputs]
     return tuple(
         value.dtype if isinstance(value, torch.Tensor) and value.is_floating_point() else None
         for value in values

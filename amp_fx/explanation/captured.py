@@ -21,7 +21,7 @@ from amp_fx.graphs.bodies import copy_graph_module
 from amp_fx.graphs.locations import input_path, module_types
 from amp_fx.graphs.metadata import VALUE
 from amp_fx.graphs.sizes import num_bytes
-from amp_fx.graphs.values import remember_captured, storage_id, value_of
+from amp_fx.graphs.values import remember_captured, storage_id
 from amp_fx.passes.low_reads import low_reads
 from amp_fx.regions.state import no_autocast
 from amp_fx.weights.aliases import viewed_by
@@ -132,7 +132,7 @@ def _cached_casts(
         read = {i for spec in plan.aliases for i in spec.positions}
         computed = {i for spec in plan.computed for i in spec.positions}
         cached.update((i, None) for i in computed - read)
-    return {(storage_id(value_of(weights[i])), dtype) for i, dtype in cached}
+    return {(storage_id(VALUE.of(weights[i])), dtype) for i, dtype in cached}
 
 
 def _cached_values(plans: Iterable[CachePlan], paths: Sequence[str]) -> Iterator[CachedValueRecord]:

@@ -19,11 +19,11 @@ from amp_fx.explanation.records import (
     TensorRecord,
     WeightRecord,
 )
-from amp_fx.graphs.bodies import bodies_of, is_rewritten, operands_of
+from amp_fx.graphs.bodies import bodies_of, operands_of
 from amp_fx.graphs.casts import CONVERT
 from amp_fx.graphs.locations import NodeLocation, input_path, location_of, module_types, target_name
 from amp_fx.graphs.markers import MARKERS
-from amp_fx.graphs.metadata import CAST, OPAQUE, REMOVED_CASTS, SITE
+from amp_fx.graphs.metadata import CAST, HAS_REWRITTEN_BODIES, OPAQUE, REMOVED_CASTS, SITE, VALUE
 from amp_fx.graphs.reasons import (
     clean_reason,
     decisions_on,
@@ -32,7 +32,7 @@ from amp_fx.graphs.reasons import (
     region_names,
 )
 from amp_fx.graphs.sizes import num_bytes
-from amp_fx.graphs.values import recorded_value, storage_id, tensors_in, value_of
+from amp_fx.graphs.values import recorded_value, storage_id, tensors_in
 from amp_fx.policies.calls import TO_COPY
 from amp_fx.policies.float8 import float8_product
 from amp_fx.policies.float32_products import WITH_OUT_DTYPE
@@ -113,7 +113,8 @@ class _GraphReader:
                 continue
             if node.op == "get_attr" and not tensors_in(recorded_value(node)):
                 continue
-            inputs = self._read_bodies(gm, node, prefix) if is_rewritten(node) else None
+            has_bodies = HAS_REWRITTEN_BODIES.is_on(node)
+            inputs = self._read_bodies(gm, node, prefix) if has_bodies else None
             self.names[node] = (prefix + node.name,)
             names = self._names_of(node.all_input_nodes) if inputs is None else inputs
             kind = self._kind(node)
@@ -151,7 +152,7 @@ class _GraphReader:
             return "weight"
         cast = CAST.get(node)
         if cast is not None:
-            source = storage_id(value_of(node.all_input_nodes[0])) if self.cached else 0
+            source = storage_id(VALUE.of(node.all_input_nodes[0])) if self.cached else 0
             is_cached = not self.cached.isdisjoint(((source, cast.dtype), (source, None)))
             return "cached_cast" if is_cached else "cast"
         return "opaque" if OPAQUE.is_on(node) else "op"

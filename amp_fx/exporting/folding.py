@@ -8,8 +8,7 @@ import torch
 
 from amp_fx.backend.pipeline import run_passes
 from amp_fx.exporting.program import clean, tensors_by_input, with_graph, written_inputs
-from amp_fx.graphs.metadata import VALUE
-from amp_fx.graphs.values import captured_value
+from amp_fx.graphs.metadata import CAPTURED, VALUE
 from amp_fx.passes.fold_batch_norms import FoldBatchNorms
 from amp_fx.passes.inline_regions import InlineRegions
 from amp_fx.weights.prepare import run_node
@@ -52,7 +51,7 @@ def with_folded_batch_norms(program: ExportedProgram, gm: fx.GraphModule) -> Exp
 
     run_passes(gm, [InlineRegions()])
     for node in gm.graph.nodes:
-        VALUE.put(node, captured_value(node))  # casts do not yet change the captured values
+        VALUE.put(node, CAPTURED.get(node))  # casts do not yet change the captured values
     run_passes(gm, [FoldBatchNorms(True, weights, is_in_range)])
     added = {}
     for node, value in folded.items():

@@ -12,9 +12,16 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Tenso
 
 from amp_fx.errors import ArgumentTypeError
 from amp_fx.graphs.bodies import copy_graph_module, graphs_in
-from amp_fx.graphs.metadata import CAPTURED, EXAMPLE_VALUE, HAS_REWRITTEN_BODIES, OPAQUE, VERSION
+from amp_fx.graphs.metadata import (
+    CAPTURED,
+    EXAMPLE_VALUE,
+    HAS_REWRITTEN_BODIES,
+    OPAQUE,
+    VALUE,
+    VERSION,
+)
 from amp_fx.graphs.sizes import num_bytes
-from amp_fx.graphs.values import set_value, storage_id, value_of
+from amp_fx.graphs.values import set_value, storage_id
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -133,7 +140,7 @@ def with_graph(
     for spec in signature.input_specs:
         if spec.kind not in WEIGHTS:
             continue
-        dtype = value_of(placeholders[spec.arg.name]).dtype
+        dtype = VALUE.of(placeholders[spec.arg.name]).dtype
         for values in (state_dict, constants):
             if spec.target in values:
                 tensor = values[spec.target]
@@ -177,8 +184,8 @@ def without_gradients(program: ExportedProgram) -> ExportedProgram:
             if isinstance(value, torch.Tensor):
                 values[name] = detached(value)
     for node in program.graph.find_nodes(op="placeholder"):
-        if isinstance(value_of(node), torch.Tensor):
-            set_value(node, value_of(node).detach())
+        if isinstance(VALUE.get(node), torch.Tensor):
+            set_value(node, VALUE.of(node).detach())
     return program
 
 

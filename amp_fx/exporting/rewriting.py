@@ -26,9 +26,9 @@ from amp_fx.exporting.program import (
     written_inputs,
 )
 from amp_fx.graphs.bodies import graphs_in
-from amp_fx.graphs.metadata import DECISIONS
+from amp_fx.graphs.metadata import DECISIONS, VALUE
 from amp_fx.graphs.records import AutocastSite
-from amp_fx.graphs.values import is_written, recorded_value, value_of
+from amp_fx.graphs.values import is_written, recorded_value
 from amp_fx.passes.fold_casts import FoldCasts
 from amp_fx.passes.hoist_casts import HoistCasts
 from amp_fx.passes.inline_regions import InlineRegions
@@ -267,7 +267,7 @@ def plain_output_dtypes(program: ExportedProgram, region: ExportRegion) -> Dtype
     gm = graph_to_rewrite(program, region.device)
     with no_autocast():
         run_passes(gm, _passes_to_casts(region.turned_off()))
-    return _dtypes(value_of(o) if isinstance(o, fx.Node) else o for o in outputs_of(gm.graph))
+    return _dtypes(VALUE.get(o) if isinstance(o, fx.Node) else o for o in outputs_of(gm.graph))
 
 
 def written_dtypes(program: ExportedProgram) -> Dtypes:

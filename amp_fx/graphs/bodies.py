@@ -169,19 +169,10 @@ def drop_unread_operands(nodes: Iterable[fx.Node], body: fx.GraphModule) -> None
             body.graph.erase_node(inner)
 
 
-def mark_rewritten(node: fx.Node) -> None:
-    """Records that the bodies of a higher-order op contain inserted casts."""
-    HAS_REWRITTEN_BODIES.put(node, True)
-
-
-def is_rewritten(node: fx.Node) -> bool:
-    """Returns True if ``mark_rewritten`` was called for a node."""
-    return HAS_REWRITTEN_BODIES.is_on(node)
-
-
 def rewritten_bodies(gm: fx.GraphModule) -> list[fx.GraphModule]:
     """Returns the rewritten bodies of the higher-order ops of ``gm``."""
-    return [body for node in gm.graph.nodes if is_rewritten(node) for body in bodies_of(gm, node)]
+    callers = filter(HAS_REWRITTEN_BODIES.is_on, gm.graph.nodes)
+    return [body for node in callers for body in bodies_of(gm, node)]
 
 
 def calls_of_bodies(gm: fx.GraphModule) -> list[tuple[list[fx.GraphModule], list[fx.Node]]]:
@@ -198,7 +189,7 @@ def calls_of_bodies(gm: fx.GraphModule) -> list[tuple[list[fx.GraphModule], list
         if graph_module in visited:
             return
         visited.add(graph_module)
-        for node in filter(is_rewritten, graph_module.graph.nodes):
+        for node in filter(HAS_REWRITTEN_BODIES.is_on, graph_module.graph.nodes):
             bodies = bodies_of(graph_module, node)
             for body in bodies:
                 visit(body)

@@ -14,7 +14,7 @@ from amp_fx.graphs.bodies import graphs_in
 from amp_fx.graphs.metadata import CAST, REMOVED_CASTS, VALUE
 from amp_fx.graphs.records import Cast, RemovedCast
 from amp_fx.graphs.sizes import num_elements
-from amp_fx.graphs.values import value_of, version_of
+from amp_fx.graphs.values import version_of
 from amp_fx.policies.calls import TO_COPY
 from amp_fx.torch_private import pytree
 from amp_fx.torch_private.fake_tensors import detect_fake_mode
@@ -57,15 +57,10 @@ def is_cacheable(tensor: torch.Tensor) -> bool:
 
 def mark_cast(node: fx.Node, reason: str) -> None:
     """Marks a node as an inserted cast; its source must have a value."""
-    source = value_of(node.all_input_nodes[0])
+    source = VALUE.of(node.all_input_nodes[0])
     dtype = node.kwargs["dtype"]
     assert isinstance(dtype, torch.dtype)
     CAST.put(node, Cast(source.dtype, dtype, version_of(source), reason))
-
-
-def inserted_cast(node: fx.Node) -> Cast | None:
-    """Returns the description of an inserted cast; None for any other node."""
-    return CAST.get(node)
 
 
 def add_cast(graph: fx.Graph, source: fx.Node, dtype: torch.dtype, reason: str) -> fx.Node:
@@ -76,6 +71,11 @@ def add_cast(graph: fx.Graph, source: fx.Node, dtype: torch.dtype, reason: str) 
     node.meta.update({k: source.meta[k] for k in ("stack_trace", "site") if k in source.meta})
     mark_cast(node, reason)
     return node
+
+
+def inserted_cast(node: fx.Node) -> Cast | None:
+    """Returns the description of an inserted cast; None for any other node."""
+    return CAST.get(node)
 
 
 def replace_cast(node: fx.Node, by: fx.Node, why: str) -> None:
@@ -90,7 +90,7 @@ def replace_cast(node: fx.Node, by: fx.Node, why: str) -> None:
     cast = inserted_cast(node)
     if cast is not None:
         source, readers = node.all_input_nodes[0].name, tuple(user.name for user in node.users)
-        size = num_elements(value_of(node))
+        size = num_elements(VALUE.of(node))
         removed = (*removed, RemovedCast(node.name, source, cast, readers, size, why))
     if removed:
         REMOVED_CASTS.put(by, removed)

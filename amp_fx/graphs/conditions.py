@@ -8,20 +8,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx.node import map_arg
 
-from amp_fx.graphs.bodies import is_rewritten
 from amp_fx.graphs.casts import CAPTURED_DTYPE, KERNEL_RESULT, inserted_cast
 from amp_fx.graphs.markers import MARKERS
-from amp_fx.graphs.metadata import OPAQUE, SITE, VALUE
+from amp_fx.graphs.metadata import CAPTURED, HAS_REWRITTEN_BODIES, OPAQUE, SITE, VALUE
 from amp_fx.graphs.values import (
     adopt_captured,
     analysis,
     argument_values,
     call_on_fakes,
-    captured_value,
     detect_fake_mode,
     storage_id,
     tensors_in,
-    value_of,
 )
 from amp_fx.torch_private.ops import HigherOrderOperator
 
@@ -68,12 +65,12 @@ def check_graph(gm: fx.GraphModule, pass_name: str) -> None:
         _check_cast(node, pass_name)
         if node.op in _CALLS and _can_evaluate(node):
             args, kwargs = map_arg(
-                (node.args, node.kwargs), lambda n: fresh[n] if n in fresh else value_of(n)
+                (node.args, node.kwargs), lambda n: fresh[n] if n in fresh else VALUE.get(n)
             )
             site = SITE.get(node)  # graphs of AOTAutograd have none, and run without gradients
             with analysis(fake_mode, is_grad_enabled=site is not None and site.is_grad_enabled):
-                value = adopt_captured(captured_value(node), call_on_fakes(node, args, kwargs))
-                fresh[node] = _with_strides(value, value_of(node), tensors_in(args, kwargs))
+                value = adopt_captured(CAPTURED.get(node), call_on_fakes(node, args, kwargs))
+                fresh[node] = _with_strides(value, VALUE.get(node), tensors_in(args, kwargs))
     # Compared at the end, because ops such as ``unsqueeze_`` change the shapes of earlier values,
     # both recorded and fresh.
     for node, value in fresh.items():
@@ -105,7 +102,7 @@ def _with_strides(value: Any, recorded: Any, operands: Sequence[torch.Tensor]) -
 
 def _can_evaluate(node: fx.Node) -> bool:
     is_hop = isinstance(node.target, HigherOrderOperator)
-    if not VALUE.is_on(node) or OPAQUE.is_on(node) or is_rewritten(node) or is_hop:
+    if not VALUE.is_on(node) or OPAQUE.is_on(node) or HAS_REWRITTEN_BODIES.is_on(node) or is_hop:
         return False
     if not all(VALUE.is_on(source) for source in node.all_input_nodes):
         return False  # it reads a packed weight, which has no fake tensor
@@ -113,7 +110,7 @@ def _can_evaluate(node: fx.Node) -> bool:
 
 
 def _check_value(node: fx.Node, fresh: Any, pass_name: str) -> None:
-    recorded = [(t.dtype, t.dim(), t.device) for t in tensors_in(value_of(node))]
+    recorded = [(t.dtype, t.dim(), t.device) for t in tensors_in(VALUE.get(node))]
     actual = [(t.dtype, t.dim(), t.device) for t in tensors_in(fresh)]
     if recorded != actual:
         raise AssertionError(

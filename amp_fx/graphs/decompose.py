@@ -29,18 +29,16 @@ from amp_fx.graphs.decomposed_kernels import (
     is_flattened,
     lstm_version,
 )
-from amp_fx.graphs.metadata import CAPTURED, CAST, DECISIONS, provenance
+from amp_fx.graphs.metadata import CAPTURED, CAST, DECISIONS, VALUE, provenance
 from amp_fx.graphs.records import OpDecision
 from amp_fx.graphs.sizes import hint
 from amp_fx.graphs.values import (
     analysis,
     call_target,
-    captured_value,
     hide_meta_errors,
     is_symbolic,
     set_value,
     tensors_in,
-    value_of,
 )
 from amp_fx.policies.calls import TO_COPY, qualified_name, reaches_autocast, restore_results
 from amp_fx.policies.float32_products import can_give_float32, run_with_float32_result
@@ -152,7 +150,7 @@ class Decomposer:
         stack: ModuleStack,
     ) -> Decomposition:
         self.num_traced += 1
-        values = [value_of(n) for n in inputs]
+        values = [VALUE.get(n) for n in inputs]
         table = _PolicyTable(resolver, site.state, stack, self.flattens)
         try:
             return self._trace_on(values, node, site, table)
@@ -367,10 +365,10 @@ def _roll_back_unless(
 def call_key(node: fx.Node, inputs: list[fx.Node]) -> Any:
     """Returns a key of a call's target, constants and input metadata, equal for equal traces."""
     index = {n: i for i, n in enumerate(inputs)}
-    metadata = tuple(value_key(value_of(n)) for n in inputs)
+    metadata = tuple(value_key(VALUE.get(n)) for n in inputs)
     # Two nodes may have the same tensor as value (``x.float()`` is ``x`` if ``x`` is float32). The
     # trace then has one input for both, so it must not be reused for two different tensors.
-    values = [id(value_of(n)) for n in inputs]
+    values = [id(VALUE.get(n)) for n in inputs]
     identity = tuple(map(values.index, values))
     constants = repr(map_aggregate((node.args, node.kwargs), lambda a: _leaf_key(a, index)))
     return node.op, node.target, constants, metadata, identity
@@ -482,13 +480,13 @@ def _replace(node: fx.Node, result: Any, decomposed: Decomposition, fresh: set[f
     name = node.name
     if isinstance(result, fx.Node):
         if result in fresh:
-            _inherit(result, captured_value(node), decomposed)
+            _inherit(result, CAPTURED.get(node), decomposed)
         node.replace_all_uses_with(result)
         node.graph.erase_node(node)
         if result in fresh:
             result.name = name  # unused since the erasure, but ``_rename`` would add a number
         return
-    captured = captured_value(node)
+    captured: Any = CAPTURED.get(node)
     # A tuple of nodes is no node. Its readers are replaced by the items that they read.
     for user in list(node.users):
         if not is_getitem(user):
@@ -514,7 +512,7 @@ def spell_out_tuples(node: fx.Node) -> None:
     """Replaces inputs that are tuples of tensors by their items, which can be cast."""
     items: dict[fx.Node, tuple[fx.Node, ...]] = {}
     for source in node.all_input_nodes:
-        value = value_of(source)
+        value = VALUE.get(source)
         if isinstance(value, (tuple, list)) and tensors_in(value):
             items[source] = tuple(_item(source, index, node) for index in range(len(value)))
     if items:
@@ -525,11 +523,11 @@ def spell_out_tuples(node: fx.Node) -> None:
 def _item(source: fx.Node, index: int, node: fx.Node) -> fx.Node:
     with node.graph.inserting_before(node):
         item = node.graph.call_function(operator.getitem, (source, index))
-    captured = captured_value(source)
+    captured = CAPTURED.get(source)
     # Of the reader: the item belongs to its region, not to that of the tuple.
     item.meta = provenance(node)
     CAPTURED.put(item, None if captured is None else captured[index])
-    set_value(item, value_of(source)[index])
+    set_value(item, VALUE.of(source)[index])
     return item
 
 

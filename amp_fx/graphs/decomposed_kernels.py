@@ -15,7 +15,8 @@ from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 from amp_fx.devices.low_dtypes import has_product_kernels
 from amp_fx.dtypes import is_low
 from amp_fx.graphs.casts import is_cacheable
-from amp_fx.graphs.values import tensors_in, value_of
+from amp_fx.graphs.metadata import VALUE
+from amp_fx.graphs.values import tensors_in
 from amp_fx.policies.calls import qualified_name
 from amp_fx.tables.mixtures import accepts, mixture_of
 from amp_fx.torch_private.kernels import (
@@ -252,7 +253,7 @@ def decompose_products(gm: fx.GraphModule) -> None:
     """
     for op in _WITH_PRODUCTS:
         for node in gm.graph.find_nodes(op="call_function", target=op):
-            value = value_of(node.all_input_nodes[0])
+            value = VALUE.of(node.all_input_nodes[0])
             if is_low(value.dtype) and value.device.type == "cpu":
                 # The op remains an argument, and is called for what ``_with_products`` leaves to
                 # it.

@@ -14,14 +14,8 @@ import torch
 from torch import fx
 
 from amp_fx.graphs.bodies import bodies_of, graph_modules_in, graphs_in
-from amp_fx.graphs.metadata import CAPTURED, provenance
-from amp_fx.graphs.values import (
-    captured_dtype,
-    captured_value,
-    dtypes_differ,
-    remember_captured,
-    value_of,
-)
+from amp_fx.graphs.metadata import CAPTURED, VALUE, provenance
+from amp_fx.graphs.values import captured_dtype, dtypes_differ, remember_captured
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,16 +76,16 @@ def body_results(body: fx.GraphModule, node: fx.Node) -> list[Any]:
 
 
 def _in_dtype(placeholder: fx.Node, operand: Any) -> Any:
-    captured = captured_value(placeholder)
+    captured = CAPTURED.get(placeholder)
     if not isinstance(captured, torch.Tensor) or not isinstance(operand, fx.Node):
         return operand if captured is None else captured
-    return captured.to(value_of(operand).dtype)
+    return captured.to(VALUE.of(operand).dtype)
 
 
 def differing_states(node: fx.Node, results: list[Any]) -> Iterator[tuple[int, fx.Node]]:
     """Yields the states that an iteration returns in another dtype, with their positions."""
     for index, state in enumerate(states_of(node)):
-        if isinstance(state, fx.Node) and dtypes_differ(value_of(state), results[index]):
+        if isinstance(state, fx.Node) and dtypes_differ(VALUE.get(state), results[index]):
             yield index, state
 
 
@@ -143,5 +137,5 @@ def _cast_before(node: fx.Node, source: fx.Node, dtype: torch.dtype) -> fx.Node:
         # runs.
         cast = node.graph.call_function(torch.ops.aten.to.dtype, (source, dtype))
     cast.meta = provenance(source)
-    CAPTURED.put(cast, captured_value(source))
+    CAPTURED.put(cast, CAPTURED.get(source))
     return cast

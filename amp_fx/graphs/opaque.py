@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx.node import map_aggregate, map_arg
 
-from amp_fx.graphs.metadata import OPAQUE, SITE
+from amp_fx.graphs.metadata import CAPTURED, OPAQUE, SITE, VALUE
 from amp_fx.graphs.mixtures import lacks_low_kernel
 from amp_fx.graphs.sizes import hint, num_elements
 from amp_fx.graphs.values import (
@@ -16,10 +16,8 @@ from amp_fx.graphs.values import (
     analysis,
     argument_values,
     call_on_fakes,
-    captured_value,
     set_value,
     tensors_in,
-    value_of,
 )
 from amp_fx.regions.state import no_autocast
 from amp_fx.torch_private.autograd import (
@@ -71,7 +69,7 @@ def iterate_steps(graph: fx.Graph) -> Iterator[list[fx.Node]]:
 def evaluate_opaque(node: fx.Node, fake_mode: FakeTensorMode | None) -> None:
     """Evaluates an opaque node under native autocast and records its value."""
     args, kwargs = argument_values(node)
-    captured = captured_value(node)
+    captured = CAPTURED.get(node)
     # Without tensors, autocast changes nothing, and the call may have effects.
     if not tensors_in(args, kwargs):
         set_value(node, captured)
@@ -97,7 +95,7 @@ def evaluate_together(
     ):
         for node in nodes:
             arguments = node.args, node.kwargs
-            args, kwargs = map_arg(arguments, lambda n: values.get(n, value_of(n)))
+            args, kwargs = map_arg(arguments, lambda n: values.get(n, VALUE.get(n)))
             values[node] = call_on_fakes(node, args, kwargs)
             if node.target is enter_dual_level:
                 # The level is global to all threads. If an error leaves it open, no other code
@@ -107,7 +105,7 @@ def evaluate_together(
                 dual_level.pop_all()
     for node in nodes:
         is_result = not set(node.users).issubset(nodes)
-        set_value(node, values[node] if is_result else captured_value(node))
+        set_value(node, values[node] if is_result else CAPTURED.get(node))
 
 
 class RejectedTransformError(Exception):

@@ -20,8 +20,8 @@ from torch.fx.node import map_aggregate
 
 from amp_fx.dtypes import dtype_name
 from amp_fx.graphs.casts import inserted_cast, is_widening
-from amp_fx.graphs.metadata import RANGE_NOTE
-from amp_fx.graphs.values import captured_value, dtypes_differ, tensors_in, value_of
+from amp_fx.graphs.metadata import CAPTURED, RANGE_NOTE, VALUE
+from amp_fx.graphs.values import dtypes_differ, tensors_in
 from amp_fx.torch_private.ops import OpOverload
 
 _REFUSED = ("masked_fill", "index_fill", "fill", "full_like", "new_full", "clamp", "clip")
@@ -114,7 +114,7 @@ def _number(arg: Any) -> int | float | None:
         return arg
     if not isinstance(arg, fx.Node) or arg.op != "call_function" or name_of(arg) not in _CREATIONS:
         return None
-    value = value_of(arg)
+    value = VALUE.get(arg)
     if not isinstance(value, torch.Tensor) or value.dim() or not value.is_floating_point():
         return None
     position = _CREATIONS[name_of(arg)]
@@ -125,7 +125,7 @@ def _number(arg: Any) -> int | float | None:
 
 def _low_dtype(node: fx.Node) -> torch.dtype | None:
     """Returns the low dtype of all of a node's inputs; None if they have another dtype."""
-    tensors = [t for n in node.all_input_nodes for t in tensors_in(value_of(n))]
+    tensors = [t for n in node.all_input_nodes for t in tensors_in(VALUE.get(n))]
     # Type promotion ignores tensors without dimensions.
     dtypes = {t.dtype for t in tensors if t.is_floating_point() and t.dim()}
     if len(dtypes) != 1:
@@ -138,7 +138,7 @@ def _is_narrower(source: fx.Node) -> bool:
     cast = inserted_cast(source)
     if cast is not None:
         return is_widening(cast.dtype, cast.source_dtype)
-    return dtypes_differ(captured_value(source), value_of(source))
+    return dtypes_differ(CAPTURED.get(source), VALUE.get(source))
 
 
 def name_of(node: fx.Node) -> str:

@@ -25,9 +25,9 @@ from amp_fx.graphs.bodies import (
     operands_of,
 )
 from amp_fx.graphs.decompose import value_key
-from amp_fx.graphs.metadata import CUSTOM, MODULE_STACK
+from amp_fx.graphs.metadata import CUSTOM, MODULE_STACK, VALUE
 from amp_fx.graphs.policy_mode import annotated_policy, is_policy_annotation
-from amp_fx.graphs.values import is_written, recorded_value, set_value, value_of
+from amp_fx.graphs.values import is_written, recorded_value, set_value
 from amp_fx.regions.module_stack import NO_FRAME, module_stack
 from amp_fx.regions.names import plain_name
 from amp_fx.torch_private import pytree
@@ -98,7 +98,7 @@ class SharedBodies:
     def key_of(self, node: fx.Node, body: fx.GraphModule, site: AutocastSite) -> Any:
         """Returns a key that is equal for calls whose rewritten bodies are equal."""
         values = [
-            value_of(operand) if isinstance(operand, fx.Node) else operand
+            VALUE.get(operand) if isinstance(operand, fx.Node) else operand
             for operand in operands_of(node)
         ]
         # One tensor that is passed twice is one tensor in the body, with two casts to share.
@@ -150,7 +150,7 @@ class SharedBodies:
         placeholders = body.graph.find_nodes(op="placeholder")
         for inner, operand in zip(placeholders, operands_of(node), strict=True):
             old = self._paths.get(id(recorded_value(inner)))
-            new = self._paths.get(id(value_of(operand))) if isinstance(operand, fx.Node) else None
+            new = self._paths.get(id(VALUE.get(operand))) if isinstance(operand, fx.Node) else None
             if old is not None and new is not None:
                 pairs.append((old, new))
         return dict(_strip_common_end(old, new) for old, new in pairs if old != new)

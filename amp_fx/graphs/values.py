@@ -48,14 +48,9 @@ def is_unbacked(value: Any) -> bool:
     return bool(free_unbacked_symbols(value))
 
 
-def captured_value(node: fx.Node) -> Any:
-    """Returns the value that Dynamo or ``torch.export`` recorded; None without a record."""
-    return CAPTURED.get(node)
-
-
 def captured_dtype(node: fx.Node) -> torch.dtype | None:
     """Returns the dtype of a captured tensor; None for non-tensors and float8 tensors."""
-    value = captured_value(node)
+    value = CAPTURED.get(node)
     if not isinstance(value, torch.Tensor):
         return None
     is_float8 = value.is_floating_point() and value.itemsize == 1
@@ -84,20 +79,15 @@ def set_value(node: fx.Node, value: Any) -> None:
         EXAMPLE_VALUE.put(node, value)
 
 
-def value_of(node: fx.Node) -> Any:
-    """Returns the value that ``set_value`` recorded."""
-    return VALUE.get(node)
-
-
 def argument_values(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the arguments of a node with every node replaced by its value."""
-    args, kwargs = map_arg((node.args, node.kwargs), value_of)
+    args, kwargs = map_arg((node.args, node.kwargs), VALUE.get)
     return args, kwargs
 
 
 def values_in(args: Any) -> Any:
     """Returns nested arguments with every node replaced by its value."""
-    return map_arg(args, value_of)
+    return map_arg(args, VALUE.get)
 
 
 def tensors_in(*values: Any) -> list[torch.Tensor]:
@@ -134,7 +124,7 @@ def call_on_fakes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def detect_fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
     """Returns the fake mode of the captured values (Dynamo's, not that of the tracing context)."""
     for node in graph.nodes:
-        for tensor in tensors_in(captured_value(node)):
+        for tensor in tensors_in(CAPTURED.get(node)):
             mode = getattr(_inner(tensor), "fake_mode", None)
             if mode is not None:
                 return mode  # type: ignore[no-any-return]
@@ -282,7 +272,7 @@ _NO_WRITES: Counter[int] = Counter()
 
 def is_written(placeholder: fx.Node) -> bool:
     """Returns True if the evaluation of the graph's nodes wrote to an input."""
-    value = value_of(placeholder)
+    value = VALUE.get(placeholder)
     if not isinstance(value, torch.Tensor):
         return False
     version = version_of(value)
@@ -310,7 +300,7 @@ def evaluate(node: fx.Node) -> Any:
     value = call_on_fakes(node, args, kwargs)
     if _is_custom_op(node.target):
         value = _clone_aliases_of(tensors_in(args, kwargs), value)
-    return adopt_captured(captured_value(node), value)
+    return adopt_captured(CAPTURED.get(node), value)
 
 
 def _is_custom_op(target: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 from amp_fx.dtypes import is_dtensor
 from amp_fx.graphs.locations import input_path, lines_of
 from amp_fx.graphs.metadata import VALUE
-from amp_fx.graphs.values import is_symbolic, is_written, value_of
+from amp_fx.graphs.values import is_symbolic, is_written
 from amp_fx.regions.module_stack import NO_FRAME
 from amp_fx.torch_private.fake_tensors import FakeTensor
 from amp_fx.weights.kernel_reads import convolution_biases, read_whole
@@ -218,7 +218,7 @@ def find_candidates(
             rejected[name] = UNWATCHED
         elif not sharing[_storage_of(tensor)].isdisjoint(written):
             rejected[name] = WRITTEN
-        elif is_symbolic(value_of(values[i])):
+        elif is_symbolic(VALUE.get(values[i])):
             rejected[name] = SYMBOLIC
         elif not (part.is_meta or type(part) is FakeTensor or is_watchable(part)):
             rejected[name] = UNWATCHED

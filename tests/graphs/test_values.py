@@ -8,15 +8,14 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from amp_fx.graphs.metadata import CAPTURED, VALUE
 from amp_fx.graphs.values import (
     adopt_captured,
     analysis,
-    captured_value,
     detect_fake_mode,
     evaluate,
     remember_captured,
     set_value,
-    value_of,
 )
 from tests.programs import capture_program, symbolic
 
@@ -29,7 +28,7 @@ def test_evaluation_is_under_the_fake_mode_with_autocast_off(rng: torch.Generato
     mode = detect_fake_mode(graph)
     assert mode is not None
     for node in graph.find_nodes(op="placeholder"):
-        set_value(node, captured_value(node))
+        set_value(node, CAPTURED.get(node))
     node = captured.node("matmul")
     with torch.autocast("cpu", torch.bfloat16), analysis(mode, is_grad_enabled=True):
         value = evaluate(node)
@@ -45,10 +44,10 @@ def test_in_place_ops_raise_the_version_of_what_they_write() -> None:
     x = graph.placeholder("x")
     node = graph.call_method("mul_", (x, 2))
     set_value(x, torch.ones(2))
-    before = value_of(x)._version
+    before = VALUE.of(x)._version
     with analysis(None, is_grad_enabled=True):
-        assert evaluate(node) is value_of(x)
-    assert value_of(x)._version == before + 1
+        assert evaluate(node) is VALUE.get(x)
+    assert VALUE.of(x)._version == before + 1
 
 
 def test_sizes_that_depend_on_data_stay_the_captured_ones() -> None:

@@ -18,7 +18,8 @@ from amp_fx.backend import compilers
 from amp_fx.commands.cli import main
 from amp_fx.devices import wide_products
 from amp_fx.errors import ArgumentTypeError, OptionError
-from amp_fx.graphs.values import set_value, value_of
+from amp_fx.graphs.metadata import VALUE
+from amp_fx.graphs.values import set_value
 from amp_fx.numerics.equality import compare
 from amp_fx.passes.base import PassResult
 from amp_fx.passes.insert_casts import InsertCasts
@@ -77,7 +78,7 @@ class Planted:
         with graph.inserting_after(node):
             new = graph.call_function(function, (node, *args))
         new.meta = dict(node.meta)
-        value = value_of(node)  # None before casts are inserted
+        value = VALUE.get(node)  # None before casts are inserted
         set_value(new, None if value is None else function(value, *args))
         node.replace_all_uses_with(new, lambda user: user is not new)
 
