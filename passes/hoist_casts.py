@@ -22,6 +22,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from amp_fx.graphs.bodies import (
+    WITH_PLAIN_BODIES,
     append_operand,
     calls_of_bodies,
     drop_unread_operands,
@@ -59,6 +60,7 @@ class HoistCasts:
     """
 
     name: ClassVar[str] = "hoist_casts"
+    ops: ClassVar[frozenset[str]] = WITH_PLAIN_BODIES
     requires: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
     ensures: ClassVar[tuple[Condition, ...]] = (SITES_KNOWN, VALUES_KNOWN)
     weights: tuple[str, ...] = ()

@@ -27,6 +27,7 @@ from amp_fx.backend.numerics import (
     whole_ops,
 )
 from amp_fx.backend.pipeline import joint_passes, run_passes
+from amp_fx.graphs.bodies import enters_regions
 from amp_fx.graphs.decomposed_kernels import decompose_products
 from amp_fx.graphs.shared_bodies import inline_shared_bodies
 from amp_fx.passes.keep_eager_kernels import exact_decompositions
@@ -122,7 +123,14 @@ def compile_with_inductor(
     from amp_fx.torch_private.inductor import compile_fx_module, select_decomp_table
     from amp_fx.torch_private.inductor_config import config
 
-    settings = {**_float8_config(gm), **inductor_config(options)}
+    settings = inductor_config(options)
+    is_unset = getattr(config, "realize_opcount_threshold", 0) is None
+    if is_unset and gm.graph.find_nodes(op="call_function", target=float8_product):
+        # Inductor fuses as many ops on GPUs as on CPUs then. By default, it ends a GPU kernel after
+        # 30 ops. Scaling and unscaling take 20 of them, so the backward of a norm would be split
+        # and float32 tensors written between its parts.
+        threshold = config.realize_cpu_opcount_threshold
+        settings = {"realize_opcount_threshold": threshold, **settings}
     decompositions = None  # inductor's
     if options.has_eager_kernels:
         with config.patch(fallback_random=True):  # which decides whether dropout is among them
@@ -136,7 +144,8 @@ def compile_with_inductor(
         stack.enter_context(called_without_autocast())
         # Inductor's own freezing would treat cached values and weights as constants.
         stack.enter_context(config.patch(freezing=False))
-        stack.enter_context(region_markers_cacheable())
+        if enters_regions(gm):
+            stack.enter_context(region_markers_cacheable())
         stack.enter_context(repaired_inductor())
         stack.enter_context(keyed(options))
         # A hit of AOTAutograd's cache would lack the wrapper of ``SeparatedInputs``.
@@ -260,20 +269,6 @@ class JointPasses(CustomGraphPass):
         if self.following is None:
             return "amp_fx"
         return self.following.uuid() if isinstance(self.following, CustomGraphPass) else None
-
-
-def _float8_config(gm: fx.GraphModule) -> dict[str, Any]:
-    """Returns settings that let inductor fuse as many ops on GPUs as on CPUs, for float8 products.
-
-    By default, inductor ends a GPU kernel after 30 ops. Scaling and unscaling take 20 of them, so
-    the backward of a norm would be split and float32 tensors written between its parts.
-    """
-    from amp_fx.torch_private.inductor_config import config
-
-    name = "realize_opcount_threshold"
-    nodes = gm.graph.find_nodes(op="call_function", target=float8_product)
-    is_unset = getattr(config, name, 0) is None
-    return {name: config.realize_cpu_opcount_threshold} if nodes and is_unset else {}
 
 
 def plan_graphs(

@@ -21,7 +21,7 @@ log = logging.getLogger("amp_fx.inner")
 
 
 def numerics_config(options: Options) -> dict[str, Any]:
-    """Returns the settings of inductor for the option ``numerics``.
+    """Returns the settings of inductor for the option ``numerics``, which is set.
 
     Inductor has a setting ``numerics`` since torch 2.15. Before, ``emulate_precision_casts`` rounds
     where eager code rounds. ``"eager"`` turns patterns off, which replace several ops by one, such
@@ -30,8 +30,6 @@ def numerics_config(options: Options) -> dict[str, Any]:
     """
     from amp_fx.torch_private.inductor_config import config
 
-    if options.numerics is None:
-        return {}
     is_eager = options.has_eager_kernels
     mode = "strict" if is_eager else options.numerics
     settings: dict[str, Any] = {"numerics": mode}
@@ -51,7 +49,8 @@ def inductor_config(options: Options) -> dict[str, Any]:
     # Graphs that a user's pass without a ``cache_key`` rewrites are not cached.
     is_cacheable = all(hasattr(each, "cache_key") for each in passes_of_users(options))
     caches = {} if is_cacheable else {"fx_graph_cache": False, "fx_graph_remote_cache": False}
-    return {**numerics_config(options), **wrapper.config, **caches}
+    numerics = {} if options.numerics is None else numerics_config(options)
+    return {**numerics, **wrapper.config, **caches}
 
 
 def uses_inductor(device_types: Collection[str], options: Options) -> bool:

@@ -58,6 +58,10 @@ _BODIES: dict[Any, _Signature] = {
 }
 
 
+WITH_PLAIN_BODIES = frozenset(op.name() for op in _BODIES)
+"""Names of the higher-order ops whose bodies may be rewritten."""
+
+
 def has_plain_bodies(node: fx.Node) -> bool:
     """Returns True if a node is a higher-order op whose bodies may be rewritten."""
     return node.target in _BODIES

@@ -18,7 +18,7 @@ from amp_fx.graphs.values import version_of
 from amp_fx.policies.calls import TO_COPY
 from amp_fx.torch_private import pytree
 from amp_fx.torch_private.fake_tensors import detect_fake_mode
-from amp_fx.torch_private.ops import OpOverload
+from amp_fx.torch_private.ops import HigherOrderOperator, OpOverload
 
 CAPTURED_DTYPE = "captured dtype"
 """Reason of casts to the captured dtype, for ops that reject mixtures of dtypes."""
@@ -117,7 +117,12 @@ def is_widening(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def op_name(node: fx.Node) -> str:
-    """Returns an op's name without its overload, such as ``"aten::view"``; ``""`` for non-ops."""
+    """Returns the name of an op, without its overload; ``""`` for nodes that call no op.
+
+    For example, ``"aten::view"``, or ``"cond"`` of a higher-order op.
+    """
+    if isinstance(node.target, HigherOrderOperator):
+        return str(node.target.name())  # type: ignore[no-untyped-call]
     return str(node.target._schema.name) if isinstance(node.target, OpOverload) else ""
 
 

@@ -113,7 +113,7 @@ class ModulePaths:
         root = None if program is None else program.bound_module()
         self.is_bound = root is not None
         if root is not None:
-            self._add_root("", root)
+            self.add("", root)
         elif program is not None:
             held = program.held_modules().items()
             for name, module in sorted(held, key=lambda item: not _has_weights(item[1])):
@@ -126,21 +126,15 @@ class ModulePaths:
         """
         if self.entry(module) is not None:
             return
-        if _has_weights(module) or not self._roots:
-            self._add_root(label, module)
-        else:
-            self._add_entries(label, label, module)
-
-    def _add_root(self, label: str, module: nn.Module) -> None:
-        self._roots.append((label, weakref.ref(module)))
-        self._add_entries("", label, module)
-
-    def _add_entries(self, start: str, label: str, module: nn.Module) -> None:
+        is_root = not self._roots or _has_weights(module)
+        if is_root:
+            self._roots.append((label, weakref.ref(module)))
         for path, inner in named_modules(module):
-            entry = (join_path(start, path), type(original(inner)), join_path(label, path))
+            name = join_path(label, path)
+            entry = (path if is_root else name, type(original(inner)), name)
             if self.entry(inner) is None:
                 self._entries[id(inner)] = entry
-            self._named.setdefault(entry[2], entry)
+            self._named.setdefault(name, entry)
 
     @property
     def has_several_roots(self) -> bool:
