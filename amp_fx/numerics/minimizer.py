@@ -58,7 +58,6 @@ class Minimizer(Generic[T]):
         self._budget = budget
         self._first = max(1, first)
         self._known: dict[frozenset[T], bool] = {}
-        self._best: tuple[T, ...] | None = None
 
     def run(self) -> Minimized[T]:
         """Returns the set."""
@@ -71,17 +70,17 @@ class Minimizer(Generic[T]):
                 chosen = prefix  # a superset of a sufficient set was not sufficient
             return Minimized(self._sorted(self._shrunk(chosen)), is_minimal=True)
         except OutOfBudgetError:
-            return Minimized(self._best, is_minimal=False, is_spent=True)
+            sufficient = [self._sorted(key) for key, is_enough in self._known.items() if is_enough]
+            return Minimized(
+                min(sufficient, key=len, default=None), is_minimal=False, is_spent=True
+            )
 
     def _is_enough(self, members: Iterable[T]) -> bool:
         key = frozenset(members)
         if key not in self._known:
             if len(self._known) >= self._budget:
                 raise OutOfBudgetError
-            chosen = self._sorted(key)
-            self._known[key] = self._condition(chosen)
-            if self._known[key] and (self._best is None or len(chosen) < len(self._best)):
-                self._best = chosen
+            self._known[key] = self._condition(self._sorted(key))
         return self._known[key]
 
     def _sorted(self, members: Iterable[T]) -> tuple[T, ...]:

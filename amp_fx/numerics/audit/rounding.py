@@ -224,14 +224,14 @@ class IntegerRule(Rule):
         if not event.results:
             return
         result = event.results[0]
+        largest = 0.0
         if event.name == "_to_copy" and is_below_float32(result.dtype):
             largest = _rounded(result, event.tensors[0])
-            if largest:
-                self._rounded.put(result, (largest, result.dtype, event.location))
         elif event.name == "arange" and is_below_float32(result.dtype) and result.numel():
-            largest = float(result.abs().max())
-            if largest > 2 / torch.finfo(result.dtype).eps:
-                self._rounded.put(result, (largest, result.dtype, event.location))
+            last = float(result.abs().max())
+            largest = last if last > 2 / torch.finfo(result.dtype).eps else 0.0
+        if largest:
+            self._rounded.put(result, (largest, result.dtype, event.location))
         for tensor in event.tensors:
             rounded = self._rounded.get(tensor)
             is_back = event.name == "_to_copy" and not result.is_floating_point()
