@@ -161,7 +161,8 @@ class TraceSink(Sink):
         makers = [self._makers.get(t) for t in event.tensors if t.layout is torch.strided]
         inputs = tuple(dict.fromkeys(number for number in makers if number is not None))
         results = event.results[:1] if event.facts.saves else event.results
-        for result in filter(is_traced, results):
+        # Ops on lists, such as fused optimizers, return nothing.
+        for result in filter(is_traced, results or event.written):
             self._makers.put(result, len(self.trace.ops))
             self.trace.add(event.stage, event.location, op_label(event.op), result, inputs)
 

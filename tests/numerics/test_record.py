@@ -116,6 +116,27 @@ def test_a_backward_has_the_module_of_its_forward() -> None:
     assert (modules["batch_norm_backward"], modules["mm"]) == ("1", "0")
 
 
+@pytest.mark.parametrize("how", ["fused", "foreach"])
+def test_an_optimizer_on_lists_is_an_update(how: str) -> None:
+    def trained(learning_rate: float) -> Trace:
+        torch.manual_seed(0)
+        model, x = nn.Linear(8, 8), torch.randn(4, 8)
+        optimizer = torch.optim.SGD(model.parameters(), learning_rate, **{how: True})
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        return amp_fx.record(step)()
+
+    updates = [op for op in trained(0.1).ops if op.stage == "update"]
+    assert {tuple(op.shape) for op in updates} >= {(8, 8), (8,)}
+    first = trained(0.1).diff(trained(0.2)).first
+    assert first is not None
+    assert first.stage == "update"
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_zeros_of_forward_mode_have_no_data() -> None:
     """The tangent of a bias is a tensor without memory."""
@@ -173,11 +194,11 @@ def test_the_command_and_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFix
         assert main(["diff", paths[0], str(tmp_path / name)]) == 2
         assert "is not a trace" in capsys.readouterr().err
     with pytest.raises(ArgumentTypeError, match="expects a module or a function"):
-        amp_fx.record(3)  # type: ignore[arg-type]
+        amp_fx.record(3)
     with pytest.raises(OptionError, match="does not exist"):
         amp_fx.record(stack(), tmp_path / "nowhere" / "a.trace")
     with pytest.raises(ArgumentTypeError, match="path must be the path of a file, got Tensor"):
-        amp_fx.record(stack(), x())  # type: ignore[arg-type]
+        amp_fx.record(stack(), x())
 
 
 def test_a_trace_of_another_version_is_refused(tmp_path: Path) -> None:
