@@ -194,11 +194,11 @@ def test_the_command_and_bad_arguments(tmp_path: Path, capsys: pytest.CaptureFix
         assert main(["diff", paths[0], str(tmp_path / name)]) == 2
         assert "is not a trace" in capsys.readouterr().err
     with pytest.raises(ArgumentTypeError, match="expects a module or a function"):
-        amp_fx.record(3)
+        amp_fx.record(3)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="does not exist"):
         amp_fx.record(stack(), tmp_path / "nowhere" / "a.trace")
     with pytest.raises(ArgumentTypeError, match="path must be the path of a file, got Tensor"):
-        amp_fx.record(stack(), x())
+        amp_fx.record(stack(), x())  # type: ignore[arg-type]
 
 
 def test_a_trace_of_another_version_is_refused(tmp_path: Path) -> None:
