@@ -233,13 +233,14 @@ class ShadowedCall:
             again = None if again is None else self.shadows.widened(again)
             is_counted = is_measured and not (position and self.facts.saves)
             found = None
-            if is_counted or self.shadows.is_low(result.dtype):
+            is_low = self.shadows.is_low(result.dtype)
+            if is_counted or (is_low and self.event.stage != "update"):  # an update is not healed
                 found = self._measure(seen, position, result, wide, again, is_counted)
                 num_counted += found.numel if is_counted else 0
             errors.append((result, found))
             if _is_in(result, self.written) or address_of(result) in inside:
                 continue
-            if self.has_diverged or self.has_low or self.shadows.is_low(result.dtype):
+            if self.has_diverged or self.has_low or is_low:
                 fresh = not _is_in(second, high[:position]) and not _shares(second, self.tensors)
                 self.shadows.put(result, wide, is_fresh=fresh)
         is_recorded = is_measured and bool(num_counted or seen.flips)
