@@ -11,14 +11,13 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
 
 from amp_fx.dtypes import dtype_name
 from tests.gpu.cases import cuda_cases
 from tests.gpu.place import DEVICE, IS_EMULATED, MARKS
 from tests.parity import exceptions, families, oracle
 from tests.parity.oracle import LOW_DTYPES, Subject, Way
-from tests.parity.test_models import INDUCTOR_CASES, errors
+from tests.parity.test_models import INDUCTOR_CASES
 
 pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore")]
 
@@ -26,7 +25,7 @@ CASES = cuda_cases() if DEVICE == "cuda" else families.CASES
 """Programs whose regions name the device that they run on: eager mode ignores those of another."""
 
 
-def build(name: str, *, is_exact: bool = False) -> Subject:
+def build(name: str) -> Subject:
     """Builds a case on the device; skips cases that create tensors elsewhere."""
     torch.manual_seed(oracle.SEED)
     try:
@@ -37,16 +36,6 @@ def build(name: str, *, is_exact: bool = False) -> Subject:
             raise
         pytest.skip(f"cannot be made there: {error}")
     subject.device = DEVICE
-    if is_exact:
-        for module in (subject.program, subject.module):
-            if isinstance(module, nn.Module):
-                module.double()
-        subject.args = tuple(
-            arg.detach().double().requires_grad_(arg.requires_grad)
-            if isinstance(arg, torch.Tensor) and arg.is_floating_point()
-            else arg
-            for arg in subject.args
-        )
     return subject
 
 
@@ -92,20 +81,5 @@ def test_bits_without_gradients(name: str, way: Way, dtype: torch.dtype) -> None
 @pytest.mark.parametrize("name", INDUCTOR_CASES)
 def test_inductor_errs_no_more_than_native(name: str, way: Way) -> None:
     """Compares errors to float64 with twice those of ``torch.compile`` under autocast."""
-    dtype = torch.bfloat16
-    skip_unless_eager_runs(name, way, dtype)
-    exact = oracle.run(build(name, is_exact=True), None)
-    oracle.reset()
-    native = oracle.run(build(name), dtype, torch.compile)
-    oracle.reset()
-    ours = oracle.run(
-        build(name),
-        dtype if way is Way.AMBIENT else None,
-        lambda f: oracle.compile_amp_fx(f, way, dtype, compiler="inductor"),
-    )
-    pairs = zip(errors(exact, ours), errors(exact, native), strict=True)
-    for i, (found, allowed) in enumerate(pairs):
-        assert found <= 2 * allowed + 1e-2, f"leaf {i}: {found:g}, native {allowed:g}"
-    if way is Way.AMBIENT:
-        for mine, theirs in zip(ours.outputs, native.outputs, strict=True):
-            assert getattr(mine, "dtype", None) == getattr(theirs, "dtype", None)
+    skip_unless_eager_runs(name, way, torch.bfloat16)
+    oracle.check_inductor(lambda: build(name), way, torch.bfloat16)

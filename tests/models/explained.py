@@ -1,4 +1,4 @@
-"""Models that explanations and pictures are tested with."""
+"""Models that explanations, pictures and parity are tested with."""
 
 from __future__ import annotations
 

@@ -192,6 +192,52 @@ class Subject:
         return state
 
 
+def in_float64(subject: Subject) -> Subject:
+    """Returns a subject whose weights and inputs are float64."""
+    for module in (subject.program, subject.module):
+        if isinstance(module, torch.nn.Module):
+            module.double()
+    args = tuple(
+        arg.detach().double().requires_grad_(arg.requires_grad)
+        if isinstance(arg, torch.Tensor) and arg.is_floating_point()
+        else arg
+        for arg in subject.args
+    )
+    return dataclasses.replace(subject, args=args)
+
+
+def errors(exact: Result, result: Result) -> list[float]:
+    """Returns the largest error of each output and gradient, relative to its largest number."""
+    assert exact.grads is not None
+    assert result.grads is not None
+    pairs = [*zip(exact.outputs, result.outputs, strict=True)]
+    pairs += zip(exact.grads, result.grads, strict=True)
+    return [
+        float((a - b.double()).abs().max() / (a.abs().max() + 1e-12))
+        for a, b in pairs
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.is_floating_point()
+    ]
+
+
+def check_inductor(build: Callable[[], Subject], way: Way, dtype: torch.dtype) -> None:
+    """Checks that errors to float64 are within twice those of ``torch.compile`` under autocast."""
+    exact = run(in_float64(build()), None)
+    reset()
+    native = run(build(), dtype, torch.compile)
+    reset()
+    ours = run(
+        build(),
+        dtype if way is Way.AMBIENT else None,
+        lambda f: compile_amp_fx(f, way, dtype, compiler="inductor"),
+    )
+    pairs = zip(errors(exact, ours), errors(exact, native), strict=True)
+    for i, (found, allowed) in enumerate(pairs):
+        assert found <= 2 * allowed + 1e-2, f"leaf {i}: {found:g}, native {allowed:g}"
+    if way is Way.AMBIENT:
+        for mine, theirs in zip(ours.outputs, native.outputs, strict=True):
+            assert getattr(mine, "dtype", None) == getattr(theirs, "dtype", None)
+
+
 def run(
     subject: Subject,
     dtype: torch.dtype | None,

@@ -1,12 +1,11 @@
 """Op by op on the CPU: amp_fx against eager ``torch.autocast``, bit for bit.
 
-Runs every op of torch's autocast lists and of ``op_db`` that eager autocast can run, forward and
-backward, in both low dtypes, with and without a region: a few calls of every second op in the
-``QUICK`` combinations (``test_ops_cuda.py`` has the others), and in the slow run every sample of
-every op in all of them. To save time, Dynamo captures all
-calls of one op as one program. If this program differs or has a graph break, its calls run one by
-one, so that a failure names the call. If Dynamo alone already differs from eager, the oracle is the
-captured graphs in eager autocast (see ``oracle.py``).
+Runs every op of ``op_db`` that eager autocast can run, forward and backward, in both low dtypes,
+with and without a region: a few calls of every second op in the ``QUICK`` combinations
+(``test_ops_cuda.py`` has the others), and in the slow run every sample of every op in all of them.
+To save time, Dynamo captures all calls of one op as one program. If this program differs or has a
+graph break, its calls run one by one, so that a failure names the call. If Dynamo alone already
+differs from eager, the oracle is the captured graphs in eager autocast (see ``oracle.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists
 from torch.utils._pytree import tree_map_only
 
 from amp_fx.dtypes import dtype_name
@@ -27,7 +25,7 @@ from tests.parity.calls import OPS, Call, assert_alike, op_calls, program_of
 from tests.parity.oracle import LOW_DTYPES, Subject, Way
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -37,25 +35,6 @@ CALLS_PER_PROGRAM = 8
 ALL = tuple(itertools.product(Way, LOW_DTYPES))
 QUICK = ((Way.AMBIENT, torch.bfloat16), (Way.BARE, torch.float16))
 """Both ways in and both dtypes; the quick run takes them in turn, op by op."""
-
-
-def listed_calls() -> Iterator[Call]:
-    """The calls of torch's own autocast tests for the CPU."""
-    torch.manual_seed(oracle.SEED)
-    lists = AutocastCPUTestLists(torch.device("cpu"))  # type: ignore[no-untyped-call]
-    for list_name, calls in vars(lists).items():
-        for i, (op, *rest) in enumerate(calls):
-            kwargs = rest.pop() if isinstance(rest[-1], dict) else {}
-            tuples = [args for args in rest if isinstance(args, tuple)]
-            for namespace in (torch, torch._C._nn, torch.Tensor):
-                if not hasattr(namespace, op):
-                    continue
-                for j, args in enumerate(tuples):
-                    name = f"{list_name}-{i}-{namespace.__name__}.{op}-{j}"
-                    yield Call(name, getattr(namespace, op), args, kwargs)
-
-
-LISTED = {call.name: call for call in listed_calls()}
 
 
 def as_subject(calls: Sequence[Call]) -> Subject:
@@ -123,14 +102,3 @@ def test_op_on_all_samples(name: str, way: Way, dtype: torch.dtype) -> None:
     calls = list(op_calls(OPS[name], dtype, exhaustive=True))
     for start in range(0, max(len(calls), 1), CALLS_PER_PROGRAM):
         check_calls(calls[start : start + CALLS_PER_PROGRAM], way, dtype)
-
-
-@pytest.mark.parametrize(("name", "way", "dtype"), in_turn(sorted(LISTED)))
-def test_listed_op(name: str, way: Way, dtype: torch.dtype) -> None:
-    check_calls([LISTED[name]], way, dtype)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "way", "dtype"), cases(sorted(LISTED), ALL))
-def test_listed_op_in_every_combination(name: str, way: Way, dtype: torch.dtype) -> None:
-    check_calls([LISTED[name]], way, dtype)

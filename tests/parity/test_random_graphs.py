@@ -2,9 +2,7 @@
 
 A program is a list of instructions over a growing list of [4, 4] values, compiled with and without
 a region. Instructions share inputs and weights, so the programs also test the sharing of casts,
-which determines the bits of gradients. ``AMP_FX_EXAMPLES`` sets the number of programs and makes
-them random; without it, the same few run each time, and a failing one is not shrunk, because that
-takes minutes.
+which determines the bits of gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +30,22 @@ SIZE = 4
 NUM_INPUTS = 2
 NUM_WEIGHTS = 2
 
-EXAMPLES = os.environ.get("AMP_FX_EXAMPLES")
+
+def random_programs(num_examples: int) -> settings:
+    """Returns the settings of random programs.
+
+    ``AMP_FX_EXAMPLES`` sets their number and makes them random. Without it, the same few run each
+    time, and a failing one is not shrunk, because that takes minutes.
+    """
+    examples = os.environ.get("AMP_FX_EXAMPLES")
+    return settings(
+        max_examples=int(examples or num_examples),
+        derandomize=examples is None,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate] + [Phase.shrink] * (examples is not None),
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 def like(x: Tensor, y: Tensor) -> Tensor:
@@ -182,14 +195,7 @@ def as_subject(plan: Plan) -> Subject:
     return Subject(program, tuple(inputs), module=module)
 
 
-@settings(
-    max_examples=int(EXAMPLES or 16),
-    derandomize=EXAMPLES is None,
-    database=None,
-    deadline=None,
-    phases=[Phase.generate] + [Phase.shrink] * (EXAMPLES is not None),
-    suppress_health_check=list(HealthCheck),
-)
+@random_programs(16)
 @given(plan=plans(), way=st.sampled_from(Way), dtype=st.sampled_from(LOW_DTYPES))
 def test_random_graph(plan: Plan, way: Way, dtype: torch.dtype) -> None:
     try:

@@ -3,19 +3,17 @@
 A program is a chain of layers over images; what a layer does depends on the sizes that reach it.
 Each is compiled once with ``dynamic=True`` and called with several sizes. Layers that read numbers
 give unbacked sizes, and those of ``torch.func`` give tensors inside of tensors.
-``AMP_FX_EXAMPLES`` sets the number of programs and makes them random.
 """
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812, torch's own spelling
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._higher_order_ops import map as map_rows
@@ -23,6 +21,7 @@ from torch._higher_order_ops import scan, while_loop
 
 from tests.parity import oracle
 from tests.parity.oracle import LOW_DTYPES, Subject, Way
+from tests.parity.test_random_graphs import random_programs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,8 +35,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 CHANNELS = 3
 SIZES = ((2, 6, 8), (3, 9, 7))
 """Batch, height and width of each call."""
-
-EXAMPLES = os.environ.get("AMP_FX_EXAMPLES")
 
 
 def product(x: Tensor, w: Tensor) -> Tensor:
@@ -229,14 +226,7 @@ def as_subject(names: tuple[str, ...], *, has_grad: bool) -> Subject:
     return Subject(program, images, module=conv, drive=drive)
 
 
-@settings(
-    max_examples=int(EXAMPLES or 8),
-    derandomize=EXAMPLES is None,
-    database=None,
-    deadline=None,
-    phases=[Phase.generate] + [Phase.shrink] * (EXAMPLES is not None),
-    suppress_health_check=list(HealthCheck),
-)
+@random_programs(8)
 @given(
     names=st.lists(st.sampled_from(sorted(LAYERS)), min_size=1, max_size=3).map(tuple),
     has_grad=st.booleans(),

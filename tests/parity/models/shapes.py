@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from tests.models.explained import Block, Size
 from tests.parity.cases import case, leaf, mlp
 from tests.parity.models.recurrent import resnet, twice
-from tests.parity.models.transformers import Block, Decoder
+from tests.parity.models.transformers import Decoder
 from tests.parity.oracle import Subject
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ def dynamic_shapes() -> Subject:
 
 @case()
 def shapes_that_turn_dynamic() -> Subject:
-    return Subject(Block(16, 2), (leaf(8, 5, 16),), drive=several_batch_sizes)
+    block = Block(Size(width=16, depth=1, heads=2, context=5))
+    return Subject(block, (leaf(8, 5, 16),), drive=several_batch_sizes)
 
 
 @case(dynamic=True)

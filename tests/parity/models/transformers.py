@@ -9,6 +9,7 @@ import torch.nn.functional as F  # noqa: N812, torch's own spelling
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
+from tests.models.explained import GPT, Size
 from tests.parity.cases import case, leaf
 from tests.parity.oracle import Subject
 
@@ -61,45 +62,14 @@ def transformer_with_masks() -> Subject:
     return Subject(forward, (leaf(2, 8, 32), leaf(2, 6, 32), mask, padding), module=model)
 
 
-class Block(nn.Module):
-    """A causal decoder block."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(
-            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        result: Tensor = x + self.mlp(self.norm2(x))
-        return result
-
-
-class Decoder(nn.Module):
+class Decoder(GPT):
     """A decoder-only language model with tied embeddings and its loss."""
 
-    def __init__(self, vocabulary: int = 50, width: int = 32) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(vocabulary, width)
-        self.position = nn.Embedding(16, width)
-        self.blocks = nn.ModuleList(Block(width, 4) for _ in range(2))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.embed.weight
+    def __init__(self) -> None:
+        super().__init__(50, Size(width=32, depth=2, heads=4, context=16))
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        logits = super().forward(tokens)
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
         return logits, loss
 
