@@ -1,33 +1,9 @@
-"""Ops that cannot run on the emulated device, with reasons."""
+"""Ops that cannot run on the emulated device, by group."""
 
 from __future__ import annotations
 
-import dataclasses
-
-
-@dataclasses.dataclass(frozen=True)
-class Reason:
-    """Reason why an op cannot run.
-
-    Attributes:
-        cause: The cause in words.
-        sign: Part of the error message that identifies the cause.
-    """
-
-    cause: str
-    sign: str
-
-
-INTEGERS = Reason(
-    "takes integers alone, which autocast leaves alone", "not implemented for 'Float'"
-)
-COMPLEX = Reason("takes complex numbers, which autocast leaves alone", "complex")
-NO_CUDA = Reason("CUDA has no kernel of it either", "from the 'CUDA' backend")
-SPARSE = Reason("sparse tensors have no memory of the host's here", "Spars")
-COMPILED = Reason("is compiled by CUDA's runtime compiler", "CUDA driver version")
-NO_CPU = Reason("is a kernel of CUDA's alone, called by name", "from the 'CPU' backend")
-
-CANNOT_RUN: dict[str, Reason] = {
+CANNOT_RUN: dict[str, str] = {
+    # They take integers alone, which autocast does not touch.
     **dict.fromkeys(
         (
             "__rand__",
@@ -45,14 +21,20 @@ CANNOT_RUN: dict[str, Reason] = {
             "tril_indices",
             "triu_indices",
         ),
-        INTEGERS,
+        "not implemented for 'Float'",
     ),
-    **dict.fromkeys(("imag", "istft", "view_as_real"), COMPLEX),
+    "nn_functional_one_hot": "LongTensor",
+    "unravel_index": "integer dtype",
+    # They take complex numbers, which autocast does not touch.
+    **dict.fromkeys(("imag", "istft", "view_as_real"), "complex"),
+    # CUDA has no kernel of them either.
     **dict.fromkeys(
         ("histogram", "histogramdd", "torch_ops_aten__scaled_dot_product_flash_attention_for_cpu"),
-        NO_CUDA,
+        "from the 'CUDA' backend",
     ),
-    **dict.fromkeys(("sparse_mm_reduce", "to_sparse"), SPARSE),
+    # Sparse tensors have no memory of the host's here.
+    **dict.fromkeys(("sparse_mm_reduce", "to_sparse"), "Spars"),
+    # CUDA's runtime compiler compiles them.
     **dict.fromkeys(
         (
             "jiterator_2inputs_2outputs",
@@ -61,17 +43,16 @@ CANNOT_RUN: dict[str, Reason] = {
             "jiterator_binary_return_by_ref",
             "jiterator_unary",
         ),
-        COMPILED,
+        "CUDA driver version",
     ),
+    # They are kernels of CUDA's alone, called by name.
     **dict.fromkeys(
         ("torch_ops_aten__efficient_attention_forward", "torch_ops_aten__flash_attention_forward"),
-        NO_CPU,
+        "from the 'CPU' backend",
     ),
-    "linalg_pinv_singular": Reason(
-        "autocast hands it low numbers, which it refuses", "expected a tensor with 2 or more"
-    ),
-    "nn_functional_binary_cross_entropy": Reason("autocast bans it", "unsafe to autocast"),
-    "nn_functional_one_hot": Reason("takes integers alone", "LongTensor"),
-    "unravel_index": Reason("takes integers alone", "integer dtype"),
+    # Autocast hands it low numbers, which it refuses.
+    "linalg_pinv_singular": "expected a tensor with 2 or more",
+    # Autocast bans it.
+    "nn_functional_binary_cross_entropy": "unsafe to autocast",
 }
-"""By op; all others run."""
+"""Part of the error by op; all others run."""

@@ -26,19 +26,6 @@ if TYPE_CHECKING:
 LOW = (torch.bfloat16, torch.float16)
 
 
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """A change to amp_fx that makes results wrong.
-
-    Attributes:
-        about: What is changed, in words.
-        plant: Makes the change; may give options for the backend.
-    """
-
-    about: str
-    plant: Plant
-
-
 def other(dtype: torch.dtype) -> torch.dtype:
     """Returns the other low dtype."""
     return LOW[1 - LOW.index(dtype)]
@@ -252,44 +239,36 @@ def _only_first_refresh(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(store.Store, "_recompute", made)
 
 
-FAULTS = {
-    "low casts dropped": Fault("no op runs low", _edit_casts(_drop, is_low=True)),
-    "float32 casts dropped": Fault("no op runs in float32", _edit_casts(_drop, is_low=False)),
-    "one float32 cast dropped": Fault(
-        "the last one is missing", _edit_casts(_drop, is_low=False, last=True)
-    ),
-    "other low dtype": Fault("float16 for bfloat16", _edit_casts(_to_other_low, is_low=True)),
-    "float64 for float32": Fault("one size too wide", _edit_casts(_to_float64, is_low=False)),
-    "rounded twice": Fault(
-        "through float16 to bfloat16", _edit_casts(_round_first(torch.float16), is_low=True)
-    ),
-    "rounded before float32": Fault(
-        "a cast of a float32 tensor goes through bfloat16",
-        _edit_casts(_round_first(torch.bfloat16), is_low=True, last=True),
-    ),
-    "gradient cut": Fault(
-        "a cast to float32 passes no gradient", _edit_casts(_detach, is_low=False, last=True)
-    ),
-    "gradients cut": Fault("casts pass no gradient", _edit_casts(_detach, is_low=True)),
-    "outputs not restored": Fault("they stay low in the bare way", _no_restoring),
-    "all casts shared": Fault("gradients are summed low", _share_all),
-    "lossy round trip folded": Fault("a cast to low and back is removed", _fold_lossy),
-    "versions ignored": Fault("a cast is shared across a write", _ignore_version),
-    "disabled region ignored": Fault("what is to be float32 runs low", _ignore_disabling),
-    "dtype of a region ignored": Fault("a nested region has the outer dtype", _ignore_dtype),
-    "product in float32": Fault("mm keeps its dtypes", _policy({"mm": "fp32", "linear": "fp32"})),
-    "softmax low": Fault("softmax keeps low inputs", _policy({"softmax": "lower_precision_fp"})),
-    "sum low": Fault("sum keeps low inputs", _policy({"sum": "lower_precision_fp"})),
-    "norm low": Fault("layer norm is low", _policy({"layer_norm": "lower_precision_fp"})),
-    "cat low": Fault("cat narrows instead of widening", _policy({"cat": "lower_precision_fp"})),
-    "pow low": Fault("pow keeps low inputs", _policy({"pow": "lower_precision_fp"})),
-    "never refreshed": Fault("copies stay what they were first", _never_refresh),
-    "never stale": Fault("no call looks whether a weight was written", _never_stale),
-    "truncated copies": Fault("copies are cut off, not rounded", _made(_truncate)),
-    "copies swapped": Fault("two weights have each other's copies", _made(_swap)),
-    "copy forgotten": Fault("the last copy is zeros", _made(_leave_last)),
-    "copies transposed": Fault("square copies lie the other way", _made(_transpose)),
-    "only one refreshed": Fault("the first of several stale copies", _only_first_refresh),
-    "one copy for two dtypes": Fault("the store takes dtypes for alike", _key_without_dtype),
-    "one node for two weights": Fault("what is computed by one op is one value", _merge_all),
+FAULTS: dict[str, Plant] = {
+    "low casts dropped": _edit_casts(_drop, is_low=True),
+    "float32 casts dropped": _edit_casts(_drop, is_low=False),
+    "one float32 cast dropped": _edit_casts(_drop, is_low=False, last=True),
+    "other low dtype": _edit_casts(_to_other_low, is_low=True),
+    "float64 for float32": _edit_casts(_to_float64, is_low=False),
+    "rounded twice": _edit_casts(_round_first(torch.float16), is_low=True),
+    "rounded before float32": _edit_casts(_round_first(torch.bfloat16), is_low=True, last=True),
+    "gradient cut": _edit_casts(_detach, is_low=False, last=True),
+    "gradients cut": _edit_casts(_detach, is_low=True),
+    "outputs not restored": _no_restoring,
+    "all casts shared": _share_all,
+    "lossy round trip folded": _fold_lossy,
+    "versions ignored": _ignore_version,
+    "disabled region ignored": _ignore_disabling,
+    "dtype of a region ignored": _ignore_dtype,
+    "product in float32": _policy({"mm": "fp32", "linear": "fp32"}),
+    "softmax low": _policy({"softmax": "lower_precision_fp"}),
+    "sum low": _policy({"sum": "lower_precision_fp"}),
+    "norm low": _policy({"layer_norm": "lower_precision_fp"}),
+    "cat low": _policy({"cat": "lower_precision_fp"}),
+    "pow low": _policy({"pow": "lower_precision_fp"}),
+    "never refreshed": _never_refresh,
+    "never stale": _never_stale,
+    "truncated copies": _made(_truncate),
+    "copies swapped": _made(_swap),
+    "last copy is zeros": _made(_leave_last),
+    "square copies transposed": _made(_transpose),
+    "only the first of several refreshed": _only_first_refresh,
+    "one copy for two dtypes": _key_without_dtype,
+    "one node for two weights": _merge_all,
 }
+"""Changes to amp_fx that make results wrong; some give options for the backend."""

@@ -1,7 +1,7 @@
 """Repairs Triton's interpreter, so that it rounds, reduces and calls libdevice as a GPU does.
 
 Triton runs kernels in NumPy if ``TRITON_INTERPRET=1`` when it is imported. One function repairs
-each difference from a GPU. ``tests/cuda/test_interpreter.py`` checks rounding and threads;
+each difference from a GPU. ``tests/cuda/test_interpreter.py`` checks rounding;
 ``tests/cuda/test_generated.py`` checks the others by the kernels that it executes:
 
 - float32 is rounded to bfloat16 or float16 to the nearest, ties to even;
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import types
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -158,53 +157,23 @@ def _scan(self: Any, given: Any) -> list[Any]:
 
 
 LIBDEVICE: dict[str, Callable[..., torch.Tensor]] = {
-    "abs": torch.abs,
-    "acos": torch.acos,
-    "acosh": torch.acosh,
-    "asin": torch.asin,
-    "asinh": torch.asinh,
-    "atan": torch.atan,
-    "atan2": torch.atan2,
-    "atanh": torch.atanh,
-    "ceil": torch.ceil,
-    "copysign": torch.copysign,
-    "cos": torch.cos,
-    "cosh": torch.cosh,
     "div_rn": torch.div,
-    "erf": torch.erf,
-    "erfc": torch.erfc,
-    "erfinv": torch.erfinv,
-    "exp": torch.exp,
-    "exp2": torch.exp2,
-    "expm1": torch.expm1,
     "fabs": torch.abs,
     "fast_tanhf": torch.tanh,
     "finitef": torch.isfinite,
-    "floor": torch.floor,
-    "fmod": torch.fmod,
-    "hypot": torch.hypot,
     "isfinited": torch.isfinite,
-    "isinf": torch.isinf,
-    "isnan": torch.isnan,
-    "lgamma": torch.lgamma,
-    "log": torch.log,
-    "log10": torch.log10,
-    "log1p": torch.log1p,
-    "log2": torch.log2,
     "mul_rn": torch.mul,
     "nearbyint": torch.round,
-    "pow": torch.pow,
     "rint": torch.round,
-    "rsqrt": torch.rsqrt,
-    "signbit": torch.signbit,
-    "sin": torch.sin,
-    "sinh": torch.sinh,
-    "sqrt": torch.sqrt,
-    "tan": torch.tan,
-    "tanh": torch.tanh,
-    "trunc": torch.trunc,
 }
-"""Functions of libdevice -> what computes them in float64, rounded to their type at the end."""
+"""Functions of libdevice that have another name in torch."""
+
+
+class _Libdevice:
+    """In the place of libdevice: computed in float64, and rounded to their type at the end."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return _on_arrays(LIBDEVICE.get(name) or getattr(torch, name))
 
 
 def repair_libdevice() -> None:
@@ -215,9 +184,7 @@ def repair_libdevice() -> None:
     from torch._inductor.runtime import triton_compat, triton_helpers
 
     helpers: Any = triton_helpers
-
-    functions = {name: _on_arrays(function) for name, function in LIBDEVICE.items()}
-    library = types.SimpleNamespace(**functions)
+    library: Any = _Libdevice()
     triton_compat.libdevice = library
     helpers.libdevice = library
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 SEED = 0
 
+Tensors = dict[str, Tensor]
+"""Outputs, gradients and buffers of a run, by name, on the host."""
+
 
 class ResNet(nn.Module):
     """A convolution, a residual block with batch norms, and a head.
@@ -90,26 +93,19 @@ NETS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Ran:
-    """Outputs, gradients and buffers of a run, by name, on the host."""
+def differing(left: Tensors, right: Tensors) -> list[str]:
+    """Returns the names of tensors that differ in dtype or bits."""
+    assert left.keys() == right.keys()
+    return [name for name, tensor in left.items() if not is_same(tensor, right[name])]
 
-    tensors: dict[str, Tensor]
 
-    def differing(self, other: Ran) -> list[str]:
-        """Returns the names of tensors that differ in dtype or bits."""
-        assert self.tensors.keys() == other.tensors.keys()
-        return [name for name, t in self.tensors.items() if not is_same(t, other.tensors[name])]
+def distances(left: Tensors, right: Tensors) -> dict[str, float]:
+    """Returns the largest differences, relative to the largest number of each tensor on the right.
 
-    def distances(self, other: Ran) -> dict[str, float]:
-        """The largest differences, relative to the largest number of each tensor of the other."""
-        assert self.tensors.keys() == other.tensors.keys()
-        return {name: distance(t, other.tensors[name]) for name, t in self.tensors.items()}
-
-    @property
-    def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtypes, by name."""
-        return {name: tensor.dtype for name, tensor in self.tensors.items()}
+    Fails if dtypes differ.
+    """
+    assert {n: t.dtype for n, t in left.items()} == {n: t.dtype for n, t in right.items()}
+    return {name: distance(tensor, right[name]) for name, tensor in left.items()}
 
 
 def is_same(left: Tensor, right: Tensor) -> bool:
@@ -132,7 +128,7 @@ def run(
     *,
     is_trained: bool = True,
     num_calls: int = 2,
-) -> Ran:
+) -> Tensors:
     """Calls a model under autocast, each time with an update of its weights before but the first.
 
     Args:
@@ -146,7 +142,7 @@ def run(
     model, x = net.made()
     model.train(is_trained)
     program = compile_(model)
-    found: dict[str, Tensor] = {}
+    found: Tensors = {}
     for call in range(num_calls):
         if call:
             _update(model)
@@ -161,7 +157,7 @@ def run(
             named = [*model.named_parameters(), ("input", x)]
             found |= {f"{call} grad of {n}": p.grad.cpu() for n, p in named if p.grad is not None}
     found |= {f"buffer {name}": buffer.cpu() for name, buffer in model.named_buffers()}
-    return Ran(found)
+    return found
 
 
 def _update(model: nn.Module) -> None:

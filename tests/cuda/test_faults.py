@@ -151,13 +151,8 @@ def test_without_a_fault_all_bits_are_eagers(
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    fault = FAULTS[name]
-    options = fault.plant(monkeypatch) or {}
+    options = FAULTS[name](monkeypatch) or {}
     found = []
     for way, dtype, is_trained in SETTINGS:
         found += differences_or_error(way, dtype, is_trained=is_trained, **options)
     assert found, "no comparison finds it"
-
-
-def test_dtypes_are_each_others_other() -> None:
-    assert [other(dtype) for dtype in LOW_DTYPES] == list(reversed(LOW_DTYPES))

@@ -12,10 +12,6 @@ from tests.cuda import needs
 
 needs.start()
 
-from tests.cuda import generated  # noqa: E402
-
-generated.start()
-
 import amp_fx  # noqa: E402
 from amp_fx import Policy  # noqa: E402
 

@@ -18,10 +18,6 @@ from tests.cuda import needs
 
 needs.start()
 
-from tests.cuda import generated  # noqa: E402
-
-generated.start()
-
 from amp_fx import weight_cache  # noqa: E402
 from tests.float8.torchao_oracle import RECIPES, converted  # noqa: E402
 

@@ -19,15 +19,12 @@ from tests.cuda import needs
 
 needs.start()
 
-from tests.cuda import generated  # noqa: E402
 from tests.cuda.cuda_graphs import record_graphs  # noqa: E402
 from tests.cuda.faults import FAULTS  # noqa: E402
-from tests.cuda.nets import NETS, Ran, run  # noqa: E402
+from tests.cuda.nets import NETS, Tensors, differing, distances, run  # noqa: E402
 
 if TYPE_CHECKING:
     from torch import nn
-
-generated.start()
 
 pytestmark = [
     pytest.mark.usefixtures("_low_products"),
@@ -59,27 +56,25 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 @functools.lru_cache(maxsize=2)
-def eager(name: str, dtype: torch.dtype, is_trained: bool) -> Ran:
+def eager(name: str, dtype: torch.dtype, is_trained: bool) -> Tensors:
     with torch._inductor.config.patch(fallback_random=True):
         return run(NETS[name], plain, dtype, is_trained=is_trained)
 
 
 @functools.lru_cache(maxsize=2)
-def native(name: str, dtype: torch.dtype, is_trained: bool) -> Ran:
+def native(name: str, dtype: torch.dtype, is_trained: bool) -> Tensors:
     with torch._inductor.config.patch(fallback_random=True):
         return run(NETS[name], torch.compile, dtype, is_trained=is_trained)
 
 
-def ours(name: str, dtype: torch.dtype, is_trained: bool, **options: Any) -> Ran:
+def ours(name: str, dtype: torch.dtype, is_trained: bool, **options: Any) -> Tensors:
     with torch._inductor.config.patch(fallback_random=True):
         return run(NETS[name], compiled(**options), dtype, is_trained=is_trained)
 
 
-def assert_near(found: Ran, expected: Ran, dtype: torch.dtype) -> None:
-    assert found.dtypes == expected.dtypes
-    distances = found.distances(expected).items()
-    far = {n: d for n, d in distances if d > tolerance(dtype) and not n.endswith(NOISE)}
-    assert not far
+def assert_near(found: Tensors, expected: Tensors, allowed: float) -> None:
+    pairs = distances(found, expected).items()
+    assert not {n: d for n, d in pairs if d > allowed and not n.endswith(NOISE)}
 
 
 CASES = [(name, is_trained) for name in NETS for is_trained in (True, False)]
@@ -89,8 +84,8 @@ CASES = [(name, is_trained) for name in NETS for is_trained in (True, False)]
 @pytest.mark.parametrize(("name", "is_trained"), CASES)
 def test_bits_of_native_and_near_eager(name: str, is_trained: bool, dtype: torch.dtype) -> None:
     found = ours(name, dtype, is_trained)
-    assert_near(found, eager(name, dtype, is_trained), dtype)
-    assert found.differing(native(name, dtype, is_trained)) == []
+    assert_near(found, eager(name, dtype, is_trained), tolerance(dtype))
+    assert differing(found, native(name, dtype, is_trained)) == []
 
 
 @pytest.mark.parametrize("options", [{"weight_cache": "training"}], ids=str)
@@ -98,16 +93,15 @@ def test_bits_of_native_and_near_eager(name: str, is_trained: bool, dtype: torch
 @pytest.mark.parametrize("name", NETS)
 def test_bits_of_native_with(name: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
     found = ours(name, dtype, True, **options)
-    assert found.differing(native(name, dtype, True)) == []
+    assert differing(found, native(name, dtype, True)) == []
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
 @pytest.mark.parametrize("name", NETS)
 def test_lean_is_near_eager(name: str, dtype: torch.dtype) -> None:
     """Residual sums are low under it, which outputs and all gradients see: twice the roundings."""
-    expected, found = eager(name, dtype, True), ours(name, dtype, True, policy="lean")
-    distances = found.distances(expected).items()
-    assert not {n: d for n, d in distances if d > 2 * tolerance(dtype) and not n.endswith(NOISE)}
+    found = ours(name, dtype, True, policy="lean")
+    assert_near(found, eager(name, dtype, True), 2 * tolerance(dtype))
 
 
 def frozen_by_inductor(model: nn.Module) -> Any:
@@ -128,7 +122,7 @@ def test_bits_of_inductors_freezing(name: str, dtype: torch.dtype) -> None:
     found = ours(name, dtype, False, freezing=True, fold_batch_norm=True)
     with torch._inductor.config.patch(fallback_random=True):
         expected = run(NETS[name], frozen_by_inductor, dtype, is_trained=False)
-    assert found.differing(expected) == []
+    assert differing(found, expected) == []
 
 
 @pytest.mark.parametrize(("name", "is_trained"), CASES)
@@ -145,13 +139,13 @@ def test_bits_of_native_in_cuda_graphs(
     found = ours(name, dtype, is_trained, **{"triton.cudagraphs": True})
     assert graphs[0].num_copied == 1
     assert {graph.num_recordings for graph in graphs} == {1}
-    assert found.differing(native(name, dtype, is_trained)) == []
+    assert differing(found, native(name, dtype, is_trained)) == []
 
 
 @pytest.mark.parametrize("is_trained", [True, False])
 def test_a_stale_copy_would_be_seen(is_trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The weights are written between the calls: with the copies of the first, bits differ."""
     dtype = torch.bfloat16
-    FAULTS["never refreshed"].plant(monkeypatch)
+    FAULTS["never refreshed"](monkeypatch)
     found = ours("mlp", dtype, is_trained)
-    assert any(n.startswith("1 ") for n in found.differing(native("mlp", dtype, is_trained)))
+    assert any(n.startswith("1 ") for n in differing(found, native("mlp", dtype, is_trained)))

@@ -20,9 +20,6 @@ def _device() -> str:
         from tests.cuda import needs
 
         needs.start()
-        from tests.cuda import generated
-
-        generated.start()
     return "cuda" if torch.cuda.is_available() else trial
 
 
