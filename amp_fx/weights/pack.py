@@ -159,9 +159,13 @@ class Constants:
         # Constants may be returned, but not what is computed from them: the caller owns it.
         returned = escaping(gm, len(gm.graph.output_node().args[0])) - set(sources)  # type: ignore[arg-type]
         copies = copy_prepared(gm, sources, self.prepare, skipped=returned)
-        weights = [getattr(gm, str(node.target)) for node in sources]
-        # New tensors are fake if a weight is, as in a plan, and real otherwise.
-        modes = [weight.fake_mode for weight in weights if isinstance(weight, FakeTensor)]
+        # New tensors are fake if a weight is, as in a plan, and real otherwise. No name refers to
+        # the weights: ``_compute`` frees each as soon as its other form exists.
+        modes = [
+            weight.fake_mode
+            for weight in (getattr(gm, str(node.target)) for node in sources)
+            if isinstance(weight, FakeTensor)
+        ]
         with modes[0] if modes else unset_fake_temporarily(), torch.no_grad():
             values = self._compute(gm, copies)
         folded = values_read(copies, self.prepare, sources, has_views=True)
