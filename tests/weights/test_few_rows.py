@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
+from torch._inductor.utils import fresh_cache, run_and_get_code
 
 from amp_fx import weight_cache
 from amp_fx.passes.block_few_rows import BlockFewRows
@@ -119,6 +121,19 @@ def test_the_rewritten_graph_computes_the_same(
         assert block_few_rows(gm) == 0
     gm.recompile()
     assert torch.equal(gm(x), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 3])
+def test_generated_code_has_kernels_for_no_more_rows_than_there_are(rows: int) -> None:
+    kernel = few_rows_kernel(torch.bfloat16, rows, 64, 64)
+    if kernel is None or kernel.uses_amx:
+        pytest.skip("AMX units multiply 16 rows at least")
+    program = torch.compile(nn.Linear(64, 64), backend="amp_fx")
+    with fresh_cache():
+        _, (code,) = run_and_get_code(program, torch.randn(rows, 64))
+    blocks = {int(size) for size in re.findall(r"micro_gemm_kernel<(\d+), \d+, accum", code)}
+    assert blocks == set(range(1, rows + 1))
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=str)
