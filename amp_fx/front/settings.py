@@ -56,13 +56,13 @@ class RegionSettings:
             return torch.autocast(device_type, dtype, is_enabled)
         return autocast(device_type, dtype, is_enabled, policy=self.policy)
 
-    def _low_dtype(self, device_type: str, devices: set[tuple[str, int]]) -> torch.dtype | None:
+    def _low_dtype(self, device_type: str, devices: set[torch.device]) -> torch.dtype | None:
         """Returns the default dtype; None if the surrounding region or the policy has one."""
         if torch.is_autocast_enabled(device_type):
             return None
         if self.policy is not None and self.policy.low_dtype(device_type) is not None:
             return None
-        indices = tuple(index for kind, index in devices if kind == device_type)
+        indices = [device.index or 0 for device in devices if device.type == device_type]
         return default_dtype(device_type, indices, warns=True)
 
     def wrap(self, call: Callable[..., Any], module: torch.nn.Module | None) -> Callable[..., Any]:
@@ -120,18 +120,18 @@ def is_missing(device_type: str | None) -> bool:
 
 def _devices_of(
     module: torch.nn.Module | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> set[tuple[str, int]]:
-    """Returns types and indices of the devices of the arguments and the module."""
-    devices = [arg.device for arg in _tensors((*args, *kwargs.values()))]
+) -> set[torch.device]:
+    """Returns the devices of the arguments and the module."""
+    devices = {arg.device for arg in _tensors((*args, *kwargs.values()))}
     parameter = None if module is None else _first_parameter(module)
     if parameter is not None:
-        devices.append(parameter.device)
-    return {(device.type, device.index or 0) for device in devices}
+        devices.add(parameter.device)
+    return devices
 
 
-def _device_type_of(devices: set[tuple[str, int]]) -> str:
+def _device_type_of(devices: set[torch.device]) -> str:
     """Returns the type of an accelerator with autocast, or the CPU if there is none."""
-    device_types = {device_type for device_type, _ in devices}
+    device_types = {device.type for device in devices}
     if device_types <= {"cpu"}:
         return "cpu"
     for device_type in autocast_device_types():
