@@ -117,8 +117,8 @@ AOT_PASSES: tuple[type[Pass], ...] = (
     FoldBatchNorms,
     FoldConstants,
     BlockFewRows,
-    LeaveSmallProducts,
     WidenProducts,
+    LeaveSmallProducts,
     LayOutConstants,
     PackForKernels,
     RoundBiases,
@@ -286,10 +286,11 @@ def packing_passes(
         # Before products are widened or packed: the template reads low weights, in blocks. They are
         # computed before inductor's passes, which know no padding.
         *(() if is_strict else (BlockFewRows(), fold)),
-        # Before all constants are packed. After few rows have their kernel, which is faster still.
-        LeaveSmallProducts(constants),
         # Before products are packed: oneDNN has no fast kernels for what is widened.
-        *(() if is_strict else (WidenProducts(),)),
+        *(() if is_strict else (WidenProducts(), fold)),
+        # Before all constants are packed. After few rows have their kernel, which is faster still,
+        # and float32 weights are constants.
+        LeaveSmallProducts(constants),
         # Before packing, which computes the copies and packs them.
         *((LayOutConstants(),) if is_channels_last else ()),
         PackForKernels(

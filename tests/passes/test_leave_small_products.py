@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from amp_fx import weight_cache
+from amp_fx.devices.low_dtypes import has_product_kernels
 from tests import needs
 from tests.weights.aot_graphs import text
 from tests.weights.test_pack import integers, linear, packed
@@ -33,6 +34,40 @@ def test_golden_graph(rows: int, *, is_small: bool) -> None:
     assert (len(plan.values), len(plan.constants)) == (is_small, not is_small)
     without_pass, _ = packed(linear, weight, x, skipped=["leave_small_products"])
     assert "_linear_pointwise" in lines(without_pass)
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="ATen calls no MKL")  # type: ignore[no-untyped-call]
+@pytest.mark.parametrize(
+    ("rows", "columns", "is_small"), [(64, 256, True), (65, 256, False), (1, 257, False)]
+)
+def test_golden_graph_of_float32(rows: int, columns: int, *, is_small: bool) -> None:
+    """MKL starts sooner than oneDNN, and reads a large weight more often."""
+
+    def product(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, w)
+
+    x, weight = integers(rows, 256), integers(columns, 256)
+    gm, _ = packed(product, weight, x)
+    assert ("aten.mm" in lines(gm), "_linear_pointwise" in lines(gm)) == (is_small, not is_small)
+    without_pass, _ = packed(product, weight, x, skipped=["leave_small_products"])
+    assert "_linear_pointwise" in lines(without_pass)
+
+
+@torch.no_grad()
+@pytest.mark.skipif(has_product_kernels(torch.float16) is not False, reason="has float16 units")
+def test_what_is_widened_reads_a_cached_float32_weight() -> None:
+    first = nn.Linear(16, 40)
+    model = nn.Sequential(first, nn.ReLU(), nn.Linear(40, 24)).eval()
+    options: Any = {"dtype": torch.float16, "fallback": False}
+    program = torch.compile(model, backend="amp_fx", options=options)
+    x = torch.randn(12, 16)
+    for factor in (1.0, -0.5):
+        first.weight.mul_(factor)
+        with torch.autocast("cpu", torch.float16):
+            torch.testing.assert_close(program(x), model(x), rtol=1e-3, atol=1e-3)
+    values = weight_cache.stats().values
+    assert {op for value in values for op in value.ops} <= {"convert_element_type", "permute"}
+    assert {4 * 16 * 40, 4 * 40 * 24} <= {value.bytes for value in values}
 
 
 def test_a_weight_of_a_small_and_a_large_product_is_cached_for_each() -> None:

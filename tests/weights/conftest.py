@@ -26,3 +26,4 @@ def _empty_cache() -> Iterator[None]:
 def _small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small models stand for large ones, whose products are packed."""
     monkeypatch.setattr(leave_small_products, "MAX_MULTIPLICATIONS", 0)
+    monkeypatch.setattr(leave_small_products, "MAX_FLOAT32_WEIGHTS", 0)
