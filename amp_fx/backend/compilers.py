@@ -198,7 +198,7 @@ def compile_with_aot_eager(
         keep_inference_input_mutations=True,
     )
     # Tracing runs the graph.
-    with left_on_error(), whole_ops(options):
+    with left_on_error(), called_without_autocast(), whole_ops(options):
         return compiler(gm, list(example_inputs))
 
 

@@ -111,8 +111,9 @@ def _handle_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
         compiled = _called_with(attributes, compiled)
     if enters_regions(rewritten.gm):
         compiled = called_in(left_on_error, compiled)
-    if AutocastState.ambient().enabled:
-        return called_in(no_autocast, compiled)  # the graph contains its casts
+    # The graph contains its casts. AOTAutograd generates code that turns autocast off itself.
+    if AutocastState.ambient().enabled and not options.uses_aot_autograd:
+        return called_in(no_autocast, compiled)
     return compiled
 
 
@@ -156,7 +157,7 @@ def _with_fallback(
         log.debug("falling back", exc_info=True)
         warn_eager(error, options.compiler_name, uncompiled.graph)
         inline_shared_bodies(uncompiled)
-        return uncompiled.forward
+        return called_in(no_autocast, uncompiled.forward)
 
 
 def _called_with(more: tuple[torch.Tensor, ...], compiled: Compiled) -> Compiled:
