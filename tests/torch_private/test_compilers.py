@@ -222,8 +222,8 @@ def test_what_packing_patches_is_read_as_often_as_it_was() -> None:
 def test_the_kernel_of_a_template_is_known_before_there_is_a_graph() -> None:
     kernels = [inductor.few_rows_kernel(torch.bfloat16, 1, columns, 64) for columns in (96, 64, 16)]
     with_amx = {inductor.FewRowsKernel(block, uses_amx=True) for block in (32, 16)}
-    with_avx512 = {inductor.FewRowsKernel(block, uses_amx=False) for block in (48, 32, 16)}
-    with_avx2 = {inductor.FewRowsKernel(block, uses_amx=False) for block in (24, 16)}
+    with_avx512 = {inductor.FewRowsKernel(block, uses_amx=False) for block in (48, 64, 16)}
+    with_avx2 = {inductor.FewRowsKernel(block, uses_amx=False) for block in (32, 16)}
     assert set(kernels) in (with_amx, with_avx512, with_avx2, {None})
 
 
