@@ -183,10 +183,11 @@ def _for_few_rows(kernel: Any, rows: int, columns: int) -> Any:
     if type(kernel) is not CppMicroGemmFP32Vec:
         return kernel
     block = kernel.register_blocking
-    # Sums of two or three vectors wait for each other. From three rows on, g++ keeps the sums of
-    # four vectors in memory, which takes 1.7 times as long.
-    width = 4 * pick_vec_isa().nelements()
-    if rows <= 2 and -columns % width <= columns // 16:
+    # Inductor chooses one or two vectors for most sizes, whose sums wait for each other. g++ would
+    # keep more sums than these in memory, which takes 1.2 to 1.7 times as long.
+    lanes = pick_vec_isa().nelements()
+    width = (4 if rows <= 2 else 3) * lanes
+    if rows <= (4 if lanes == 16 else 3) and -columns % width <= columns // 16:
         block = block._replace(block_n=width)
     # A kernel is instantiated for each smaller number of rows as well: for one row, compiling all
     # eight takes twice as long, and seven of them never run.
