@@ -118,6 +118,13 @@ def test_outside_of_the_region_autocast_is_off(compiler: str) -> None:
         assert_same(gradients(compiled(program, compiler=compiler), is_inside=False), expected)
 
 
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_inside_of_the_region_a_backward_op_by_op_is_in_it(compiler: str) -> None:
+    """The gradient of a float32 product is computed in the region, as in eager code."""
+    expected = gradients(in_full, is_inside=True)
+    assert_same(gradients(compiled(in_full, compiler=compiler), is_inside=True), expected)
+
+
 @pytest.mark.parametrize("compiler", [*COMPILERS, INDUCTOR])
 def test_a_float32_gradient_times_a_low_value(compiler: str) -> None:
     program = calling(product(saves_low=True, is_decorated=False))

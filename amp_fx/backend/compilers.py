@@ -8,7 +8,6 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import fx
 
 from amp_fx.backend.disk_caches import (
@@ -21,6 +20,7 @@ from amp_fx.backend.fallback import warn_eager
 from amp_fx.backend.lower import AotGraph, has_cudagraphs, lower_graph, pack_graph, rewrite_graph
 from amp_fx.backend.numerics import (
     check_devices,
+    device_types_of,
     inductor_config,
     is_strict,
     uses_inductor,
@@ -81,10 +81,9 @@ def compile_inner(
     if callable(options.compiler):
         compiled: Compiled = options.compiler(gm, example_inputs)
         return compiled
-    device_types = {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
     if options.has_eager_kernels:
-        check_devices(device_types)
-    if not uses_inductor(device_types, options):
+        check_devices(device_types_of(example_inputs))
+    if not uses_inductor(device_types_of(example_inputs), options):
         return compile_with_aot_eager(
             gm, example_inputs, options, caching, refuses_mixtures=refuses_mixtures
         )
@@ -198,7 +197,7 @@ def compile_with_aot_eager(
         keep_inference_input_mutations=True,
     )
     # Tracing runs the graph.
-    with left_on_error(), called_without_autocast(), whole_ops(options):
+    with left_on_error(), whole_ops(options):
         return compiler(gm, list(example_inputs))
 
 

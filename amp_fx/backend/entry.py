@@ -13,6 +13,7 @@ from amp_fx.backend.backward import compile_with_backward
 from amp_fx.backend.compilers import compile_inner
 from amp_fx.backend.fallback import warn_eager, watch_recompile_limit
 from amp_fx.backend.lower import find_cached
+from amp_fx.backend.numerics import device_types_of, uses_inductor
 from amp_fx.backend.rewrite import rewrite
 from amp_fx.backend.transforms import warn_of_transforms
 from amp_fx.eager.checkpoints import restore_regions
@@ -75,7 +76,7 @@ def _handle_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
     compile_id = CompileContext.current_compile_id()
     if compile_id is not None and compile_id.compiled_autograd_id is not None:
         # Compiled autograd captured a backward, which is not part of a bare region.
-        return _with_fallback(gm, compile_inner, example_inputs, options)
+        return _with_fallback(gm, compile_inner, example_inputs, options)[0]
     # Dynamo guards autocast's state, but not whether a disabled region is around a call, which
     # requests full precision; no region at all makes the graph a region.
     if options.bare_region:
@@ -94,7 +95,7 @@ def _handle_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
     if off is not None:
         off.log_reasons()
     try:
-        compiled = _with_fallback(
+        compiled, is_compiled = _with_fallback(
             rewritten.gm,
             functools.partial(compile_with_backward, rewritten.state, inputs),
             example_inputs,
@@ -111,8 +112,10 @@ def _handle_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], options: Op
         compiled = _called_with(attributes, compiled)
     if enters_regions(rewritten.gm):
         compiled = called_in(left_on_error, compiled)
-    # The graph contains its casts. AOTAutograd generates code that turns autocast off itself.
-    if AutocastState.ambient().enabled and not options.uses_aot_autograd:
+    # The graph contains its casts. Code around inductor's turns autocast off, also in the backward;
+    # a backward that runs op by op has the state of the call of ``backward()``.
+    turns_off = is_compiled and uses_inductor(device_types_of(example_inputs), options)
+    if AutocastState.ambient().enabled and not turns_off:
         return called_in(no_autocast, compiled)
     return compiled
 
@@ -143,21 +146,25 @@ def _with_fallback(
     example_inputs: Sequence[Any],
     options: Options,
     caching: Caching | None = None,
-) -> Compiled:
-    """Calls the inner compiler; if it fails, returns a function that runs the graph op by op."""
+) -> tuple[Compiled, bool]:
+    """Calls the inner compiler; if it fails, returns a function that runs the graph op by op.
+
+    Returns:
+        The function, and False if the inner compiler failed.
+    """
     if not options.fallback or options.compiler == "eager":
-        return compile_graph(gm, example_inputs, options, caching)
+        return compile_graph(gm, example_inputs, options, caching), True
     # Inner compilers edit their graph, also if they fail, so the fallback needs a copy.
     uncompiled = copy_graph_module(gm)
     try:
-        return compile_graph(gm, example_inputs, options, caching)
+        return compile_graph(gm, example_inputs, options, caching), True
     except (RestartAnalysis, SkipFrame):
         raise  # Dynamo catches these and tries again
     except Exception as error:
         log.debug("falling back", exc_info=True)
         warn_eager(error, options.compiler_name, uncompiled.graph)
         inline_shared_bodies(uncompiled)
-        return called_in(no_autocast, uncompiled.forward)
+        return uncompiled.forward, False
 
 
 def _called_with(more: tuple[torch.Tensor, ...], compiled: Compiled) -> Compiled:

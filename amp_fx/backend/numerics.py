@@ -7,13 +7,15 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from amp_fx.backend.added_passes import passes_of_users
 from amp_fx.backend.cpp_compiler import has_cpp_compiler
 from amp_fx.passes.keep_eager_kernels import without_early_decompositions
 from amp_fx.torch_private.autocast import privateuse1_name
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     from amp_fx.options import Options
 
@@ -51,6 +53,11 @@ def inductor_config(options: Options) -> dict[str, Any]:
     caches = {} if is_cacheable else {"fx_graph_cache": False, "fx_graph_remote_cache": False}
     numerics = {} if options.numerics is None else numerics_config(options)
     return {**numerics, **wrapper.config, **caches}
+
+
+def device_types_of(example_inputs: Iterable[Any]) -> set[str]:
+    """Returns the types of the devices of a graph's inputs."""
+    return {t.device.type for t in example_inputs if isinstance(t, torch.Tensor)}
 
 
 def uses_inductor(device_types: Collection[str], options: Options) -> bool:
