@@ -29,7 +29,7 @@ from torch._inductor.constant_folding import replace_node_with_constant
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import decompositions, select_decomp_table
 from torch._inductor.freezing_utils import enter_freezing, is_frozen_param, record_has_frozen_params
-from torch._inductor.fx_passes import freezing_patterns, mkldnn_fusion
+from torch._inductor.fx_passes import freezing_patterns, joint_graph, mkldnn_fusion
 from torch._inductor.fx_passes.freezing_patterns import freezing_passes
 from torch._inductor.fx_passes.post_grad import view_to_reshape
 from torch._inductor.graph import GraphLowering
@@ -79,6 +79,7 @@ __all__ = (
     "has_code_generator",
     "ir",
     "is_frozen_param",
+    "joint_graph",
     "lowerings",
     "make_pointwise",
     "mkldnn_fusion",

@@ -24,6 +24,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 from torch.fx.experimental import proxy_tensor
 
 from amp_fx.replaced import replaced
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from contextlib import AbstractContextManager
 
-    from torch import fx
-
     from amp_fx.torch_private.fake_tensors import FakeTensorMode
 
     Function = Callable[..., Any]
@@ -41,9 +40,15 @@ if TYPE_CHECKING:
 _in_thread = threading.local()
 
 
+def _nodes_in(args: Any) -> list[fx.Node]:
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(args, nodes.append)
+    return nodes
+
+
 @contextlib.contextmanager
 def repaired_inductor() -> Iterator[None]:
-    """Context in which three bugs of inductor are repaired.
+    """Context in which four bugs of inductor are repaired.
 
     Its CPU scheduler computes wrong gradients (pytorch#185509). When the scheduler recomputes a
     loop body, it drops the new name of a buffer that a scatter mutates. A kernel that reads the sum
@@ -61,18 +66,29 @@ def repaired_inductor() -> Iterator[None]:
     Here, strides that were recorded before stay (``passes.record_output_strides``). Needless from
     torch 2.15, which does the same.
 
+    Inductor removes additions of 0 and products with 1, also if a graph returns them. The caller
+    of ``weight + 0`` then gets the weight itself, and may write to it. Needed for torch 2.15; torch
+    2.13 leaves such ops alone.
+
     Relies on ``SchedulerNode.recompute_size_and_body`` and ``mutation_renames``, on
-    ``torch._inductor.fx_utils.get_storage``, and on
-    ``torch._inductor.compile_fx.record_original_output_strides``.
+    ``torch._inductor.fx_utils.get_storage``, on
+    ``torch._inductor.compile_fx.record_original_output_strides``, and on
+    ``torch._inductor.fx_passes.joint_graph.remove_no_ops``.
     """
     if getattr(_in_thread, "is_repaired", False):  # a graph is compiled inside of ``compile_fx``
         yield
         return
-    from amp_fx.torch_private.inductor import SchedulerNode, compile_fx_module, fx_utils
+    from amp_fx.torch_private.inductor import (
+        SchedulerNode,
+        compile_fx_module,
+        fx_utils,
+        joint_graph,
+    )
 
     get_storage = fx_utils.get_storage
     recompute = SchedulerNode.recompute_size_and_body
     record = compile_fx_module.record_original_output_strides
+    remove_no_ops = joint_graph.remove_no_ops
 
     def storage_or_id(t: torch.Tensor) -> int:
         return get_storage(t) if t.layout is torch.strided else id(t)
@@ -82,6 +98,22 @@ def repaired_inductor() -> Iterator[None]:
         recompute(self, *args, **kwargs)
         if self.mutation_renames:
             self.set_read_writes(self.read_writes.rename(self.mutation_renames))
+
+    @functools.wraps(remove_no_ops)
+    def remove_and_copy(gm: fx.GraphModule, *args: Any) -> None:
+        output, before = gm.graph.output_node(), _nodes_in(gm.graph.output_node().args)
+        remove_no_ops(gm, *args)
+        originals = iter(before)
+
+        def copied(node: fx.Node) -> fx.Node:
+            if node is next(originals):
+                return node
+            with gm.graph.inserting_before(output):
+                copy = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
+            copy.meta = {**node.meta, "val": node.meta["val"].clone()}
+            return copy
+
+        output.args = fx.node.map_arg(output.args, copied)
 
     @functools.wraps(record)
     def record_once(gm: fx.GraphModule) -> None:
@@ -94,6 +126,7 @@ def repaired_inductor() -> Iterator[None]:
             (fx_utils, "get_storage", storage_or_id),
             (SchedulerNode, "recompute_size_and_body", recompute_and_rename),
             (compile_fx_module, "record_original_output_strides", record_once),
+            (joint_graph, "remove_no_ops", remove_and_copy),
         ):
             yield
     finally:

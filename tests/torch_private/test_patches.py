@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -68,3 +70,23 @@ def test_metadata_of_traced_tensors_adds_no_guards(monkeypatch: pytest.MonkeyPat
     half = len(suppressed) // 2
     assert half > 0
     assert suppressed == [False] * half + [True] * half
+
+
+@pytest.mark.parametrize("has_grad", [False, True])
+def test_results_of_ops_that_change_nothing_are_copies(*, has_grad: bool) -> None:
+    """Callers may write to them. They are neither weights, nor inputs, nor each other."""
+    layer = torch.nn.Linear(4, 4)
+
+    def program(x: torch.Tensor) -> Any:
+        y = layer(x)
+        return layer.bias + 0, layer.weight * 1, layer.weight.view(-1) + 0, x - 0, y, y * 1
+
+    x = torch.randn(2, 4, requires_grad=has_grad)
+    with torch.set_grad_enabled(has_grad):
+        results = torch.compile(program, backend="amp_fx")(x)
+    memory = [t.untyped_storage().data_ptr() for t in (*layer.parameters(), x, *results)]
+    assert len({*memory}) == len(memory)
+    if has_grad:
+        found = torch.autograd.grad([r.sum() for r in results], x)
+        expected = torch.autograd.grad([r.sum() for r in program(x)], x)
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
