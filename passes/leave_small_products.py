@@ -66,10 +66,10 @@ def _is_small_product(node: fx.Node) -> bool:
     if node.target not in PRODUCTS:
         return False
     weight: torch.Tensor = VALUE.of(node.all_input_nodes[-1])
-    # Rows that are symbolic count as in the call that is being compiled.
-    num_multiplications = num_elements(VALUE.of(node)) * weight.size(0)
     if weight.device.type != "cpu":
         return False
+    # Rows that are symbolic count as in the call that is being compiled.
+    num_multiplications = num_elements(VALUE.of(node)) * weight.size(0)
     has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     if weight.dtype is torch.float32 and has_mkl:
         is_narrow = num_elements(weight) <= MAX_FLOAT32_WEIGHTS

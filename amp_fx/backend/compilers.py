@@ -81,9 +81,10 @@ def compile_inner(
     if callable(options.compiler):
         compiled: Compiled = options.compiler(gm, example_inputs)
         return compiled
+    device_types = device_types_of(example_inputs)
     if options.has_eager_kernels:
-        check_devices(device_types_of(example_inputs))
-    if not uses_inductor(device_types_of(example_inputs), options):
+        check_devices(device_types)
+    if not uses_inductor(device_types, options):
         return compile_with_aot_eager(
             gm, example_inputs, options, caching, refuses_mixtures=refuses_mixtures
         )

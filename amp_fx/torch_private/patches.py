@@ -1,7 +1,9 @@
 """All patches of torch: context managers that amp_fx's compilations enter, and three for good.
 
 Each says which bug or which missing interface it works around. ``replaced`` restores what a context
-replaced; while it is active, all threads see the replacement. Nothing is patched on import.
+replaced; while it is active, all threads see the replacement. Nothing is patched on import. What
+the lowering of a product replaces while it generates code is beside it (``inductor``), because that
+module cannot import this one.
 
 Three patches stay for the process, because torch runs the patched code outside of any compilation
 of amp_fx (``docs/limits.md``): ``skip_calls_under_transforms``, ``wrap_checkpoints`` and
@@ -11,8 +13,8 @@ From these versions of torch on, patches are needless:
 
 - 2.15: in ``repaired_inductor``, ``recompute_size_and_body`` (pytorch#185873) and
   ``record_original_output_strides``
-- not yet, and a bug: ``get_storage`` in ``repaired_inductor``, ``packing_products_of_vectors``,
-  ``skip_calls_under_transforms`` (pytorch#128711)
+- not yet, and a bug: ``get_storage`` and ``remove_no_ops`` in ``repaired_inductor``,
+  ``packing_products_of_vectors``, ``skip_calls_under_transforms`` (pytorch#128711)
 - not yet, and a missing hook or setting: all others
 """
 
@@ -24,26 +26,22 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
 from torch.fx.experimental import proxy_tensor
 
 from amp_fx.replaced import replaced
+from amp_fx.torch_private import pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from contextlib import AbstractContextManager
+
+    from torch import fx
 
     from amp_fx.torch_private.fake_tensors import FakeTensorMode
 
     Function = Callable[..., Any]
 
 _in_thread = threading.local()
-
-
-def _nodes_in(args: Any) -> list[fx.Node]:
-    nodes: list[fx.Node] = []
-    fx.node.map_arg(args, nodes.append)
-    return nodes
 
 
 @contextlib.contextmanager
@@ -101,19 +99,19 @@ def repaired_inductor() -> Iterator[None]:
 
     @functools.wraps(remove_no_ops)
     def remove_and_copy(gm: fx.GraphModule, *args: Any) -> None:
-        output, before = gm.graph.output_node(), _nodes_in(gm.graph.output_node().args)
+        output = gm.graph.output_node()
+        before = output.args
         remove_no_ops(gm, *args)
-        originals = iter(before)
 
-        def copied(node: fx.Node) -> fx.Node:
-            if node is next(originals):
+        def copied(node: Any, original: Any) -> Any:
+            if node is original:
                 return node
             with gm.graph.inserting_before(output):
                 copy = gm.graph.call_function(torch.ops.aten.clone.default, (node,))
             copy.meta = {**node.meta, "val": node.meta["val"].clone()}
             return copy
 
-        output.args = fx.node.map_arg(output.args, copied)
+        output.args = pytree.tree_map(copied, output.args, before)
 
     @functools.wraps(record)
     def record_once(gm: fx.GraphModule) -> None:
